@@ -1,0 +1,6 @@
+"""BuddyRing: where each sequence of a training step goes. NumPy and Numba only; usable from any data loader."""
+
+from buddyring.placement import CapacityError, Group, Placement
+from buddyring.shards import Shards
+
+__all__ = ["CapacityError", "Group", "Placement", "Shards"]
