@@ -1,0 +1,33 @@
+"""Pretrain a GPT or Qwen3-MoE model on sequences of very different lengths.
+
+torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --recipe recipes/tiny_cpu.yaml --data-path PREFIX
+"""
+
+import os
+import sys
+
+from megaring.preflight import preflight
+
+from megaring.errors import UserError
+from megaring.failure import fail
+from megaring.recipe import parse
+
+PROGRAM = "pretrain_gpt.py"
+
+
+def main() -> None:
+    """Check everything that can be checked without torch, then train."""
+    try:
+        run = preflight(parse(sys.argv[1:]), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except UserError as error:  # the same on every rank, so one of them says it
+        fail(PROGRAM, error, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
+    try:
+        from megaring.megatron.pretrain import pretrain
+
+        pretrain(run)
+    except Exception as error:
+        fail(PROGRAM, error)
+
+
+if __name__ == "__main__":
+    main()
