@@ -26,7 +26,7 @@ from typing import Any
 
 REPORT_GRACE = 0.5  # seconds that peers get to report after the first failure
 WORKER_MARGIN = 10.0  # seconds past the limit after which a worker whose pool has vanished ends itself
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
 class CaseFailed(AssertionError):

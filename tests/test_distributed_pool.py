@@ -69,9 +69,9 @@ def test_a_case_may_destroy_its_group(pool):
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (fails_on_last, "rank 2: Traceback(.|\n)*planned failure on 2"),
+        (fails_on_last, r"rank 2: Traceback(.|\n)*planned failure on 2"),
         (kills_itself, "rank 1: process died with exit code -9"),
-        (unpicklable, "rank 0: Traceback(.|\n)*pickle"),
+        (unpicklable, r"rank 0: Traceback(.|\n)*pickle"),
     ],
 )
 def test_a_failure_is_reported_and_ends_the_case_at_once(pool, fn, message):
@@ -89,7 +89,7 @@ def test_a_failure_is_reported_and_ends_the_case_at_once(pool, fn, message):
 
 def test_a_late_case_is_killed_and_shows_where_it_was(pool):
     began = time.monotonic()
-    with pytest.raises(CaseFailed, match="no result within 3 s(.|\n)*waits_for_ever"):
+    with pytest.raises(CaseFailed, match=r"no result within 3 s(.|\n)*waits_for_ever"):
         pool.run(2, waits_for_ever, timeout=3)
     assert time.monotonic() - began < 20
     assert [value.item() for _, _, value in pool.run(2, total, 0)] == [1.0, 1.0]
