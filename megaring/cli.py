@@ -1,0 +1,37 @@
+"""The ``megaring`` command. Imports neither torch nor megatron itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megaring.doctor import examine, report_lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="megaring", description="The megaring command.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="{doctor}")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can run, and why not more",
+        description="Say what this machine can run, and why not more. Exits with 0 if training on the CPU is possible.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if sys.stderr.isatty():
+        print("looking at every package; importing them takes a while ...", file=sys.stderr)
+    report = examine()
+    print(report.to_json() if options.json else "\n".join(report_lines(report)))
+    return 0 if report.possible("train on CPU") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
