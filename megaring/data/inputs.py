@@ -1,0 +1,158 @@
+"""Where documents come from: text files in folders, JSON lines, parquet."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from megaring.data.indexed import CorpusError
+
+type Kind = Literal["text", "jsonl", "parquet"]
+
+KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
+TEXT_EXTENSIONS = (
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts", ".go"),
+    *(".rs", ".rb", ".php", ".pl", ".lua", ".jl", ".swift", ".r", ".m", ".sql", ".sh", ".bat", ".css"),
+    *(".json", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file."""
+
+    path: Path
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: ``name`` for messages, and its ``text``, or the ``path`` of the text file that holds it."""
+
+    name: str
+    path: Path | None = None
+    text: str | None = None
+
+    def read(self) -> str:
+        """Its text. Raises UnicodeDecodeError when the file is not UTF-8 and CorpusError when it cannot be read."""
+        if self.text is not None:
+            return self.text
+        try:
+            return self.path.read_bytes().decode()
+        except OSError as error:
+            raise CorpusError(
+                f"{self.path} cannot be read: {error.strerror}; mend it or leave it out by --exclude"
+            ) from error
+
+
+def find_sources(
+    inputs: Sequence[str | Path], extensions: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> list[Source]:
+    """The files of ``inputs``, folders searched through, in an order that depends on their names alone.
+
+    A file's kind follows from its name: ``.jsonl`` (also ``.jsonl.gz``), ``.parquet``, else text. extensions: what to
+    take from folders (default: JSON lines, parquet and ``TEXT_EXTENSIONS``); files named in ``inputs`` are always
+    taken. exclude: patterns of the shell; a file in a folder is left out when one matches its path below the folder, or the
+    name or path of any folder on the way.
+    Raises CorpusError for an input that does not exist and when nothing is found.
+    """
+    wanted = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions) or (*KINDS, *TEXT_EXTENSIONS)
+    found: list[Source] = []
+    for item in map(Path, inputs):
+        if item.is_dir():
+            below = sorted(_walk(item, exclude))
+            found += [Source(item / name, _kind(name)) for name in below if name.lower().endswith(wanted)]
+        elif item.is_file():
+            found.append(Source(item, _kind(item.name)))
+        else:
+            raise CorpusError(f"--input {item} does not exist")
+    if not found:
+        raise CorpusError(
+            f"no file found in {', '.join(map(str, inputs))}; --extensions says which to take from folders "
+            f"(now {' '.join(wanted)}), --exclude which not"
+        )
+    return found
+
+
+def _kind(name: str) -> Kind:
+    return next((kind for ending, kind in KINDS.items() if name.lower().endswith(ending)), "text")
+
+
+def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[str]:
+    """Paths of the files below ``folder``, relative to it, with ``/``."""
+    for root, folders, files in os.walk(folder):
+        base = Path(root).relative_to(folder)
+        folders[:] = [name for name in folders if not _excluded(base / name, exclude)]
+        for name in files:
+            if not _excluded(base / name, exclude) and (Path(root) / name).is_file():
+                yield (base / name).as_posix()
+
+
+def _excluded(path: Path, exclude: Sequence[str]) -> bool:
+    return any(fnmatchcase(path.name, pattern) or fnmatchcase(path.as_posix(), pattern) for pattern in exclude)
+
+
+def read_documents(sources: Iterable[Source], json_key: str) -> Iterator[Document]:
+    """The documents of ``sources`` in order: one per text file, JSON line or parquet row.
+
+    json_key: the field or column with the text. Raises CorpusError, which names file and row, for a line that is not a
+    JSON object, a row without the field, and a field that is not text; null counts as an empty text.
+    """
+    for source in sources:
+        if source.kind == "text":
+            yield Document(str(source.path), path=source.path)
+            continue
+        for number, row in enumerate(_rows(source, json_key), start=1):
+            name = f"{source.path}:{number}"
+            if source.kind == "jsonl":
+                if not row["text"].strip():
+                    continue  # a blank line is no row
+                row = _parse(row["text"], name)
+            if json_key not in row:
+                raise CorpusError(
+                    f"{name} has no field {json_key!r} (it has {', '.join(row)}); name the text's by --json-key"
+                )
+            text = row[json_key]
+            if text is not None and not isinstance(text, str):
+                raise CorpusError(
+                    f"{name}: {json_key!r} is {type(text).__name__}, not text; name the text's by --json-key"
+                )
+            yield Document(name, text=text or "")
+
+
+def _parse(line: str, name: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise CorpusError(f"{name} is not JSON ({error}); every line must hold one JSON object") from error
+    if not isinstance(row, dict):
+        raise CorpusError(f"{name} is a JSON {type(row).__name__}; every line must hold one JSON object")
+    return row
+
+
+def _rows(source: Source, json_key: str) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON lines file (its lines, as ``text``) or of a parquet file, streamed by Hugging Face ``datasets``.
+
+    JSON lines go through the reader of lines: the one of JSON guesses a schema from the first ten megabytes and fails
+    where later rows have other fields.
+    """
+    import datasets
+
+    try:
+        if source.kind == "jsonl":
+            rows = datasets.load_dataset("text", data_files=[str(source.path)], split="train", streaming=True)
+        else:
+            rows = datasets.load_dataset("parquet", data_files=[str(source.path)], split="train", streaming=True)
+            if json_key in (rows.column_names or ()):
+                rows = rows.select_columns([json_key])
+        yield from rows
+    except (GeneratorExit, CorpusError):
+        raise
+    except Exception as error:  # pyarrow's, datasets' and the decoder's own
+        raise CorpusError(f"{source.path} cannot be read as {source.kind} ({type(error).__name__}: {error})") from error
