@@ -1,0 +1,207 @@
+"""Local repair of a whole placement (LiquidCP, appendix A.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from buddyring.search.kernels.jit import kernel
+from buddyring.search.kernels.objective import (
+    DISTINCT,
+    EXCESS,
+    KEY,
+    PROFILE,
+    TOKEN_IMBALANCE,
+    VIOLATION,
+    WORK_IMBALANCE,
+    add,
+    balance,
+    compare,
+    evaluate,
+    split_cost,
+)
+from buddyring.search.kernels.sort import ascending
+
+MOST_MOVES = 32
+EXTREMES = 2  # ranks looked at per load and end
+CONSIDERED = 4  # sequences looked at per rank
+NONE = -1
+
+
+@kernel
+def repair(t, codes, key, most_moves):
+    """Improve ``codes`` and its ``key`` in place by the best single change, until there is none or ``most_moves``.
+
+    Changes: a whole sequence moves from a high-load rank to a low-load one, or two swap; a sequence on a high-load
+    rank grows to the parent group, or moves to a group of its size or less that holds a low-load rank; two sequences
+    of a group that holds a marked rank go one into each half. Beyond the paper, any split sequence may shrink into
+    any smaller group: that is what the splitting profile asks for once the loads are in tolerance.
+    """
+    tokens, work = np.empty(t.ranks), np.empty(t.ranks)
+    users = np.empty(t.offsets[t.levels], dtype=np.int64)
+    evaluate(t, codes, tokens, work, users, key)
+    best, trial = np.empty(KEY), np.empty(KEY)
+    best_change = np.empty(4, dtype=np.int64)
+    token_row, work_row = np.empty(t.ranks), np.empty(t.ranks)
+    on_rank = np.empty((4 * EXTREMES, CONSIDERED), dtype=np.int64)
+    for _ in range(most_moves):
+        best[:] = key
+        best_change[:] = NONE
+        marked, n_high = mark(tokens, work)
+        for m in range(len(marked)):
+            hold(t, codes, marked[m], on_rank[m])
+        high, low = marked[:n_high], marked[n_high:]
+        state = (codes, tokens, work, users, key, token_row, work_row, trial, best, best_change)
+        for h in range(n_high):
+            for a in on_rank[h]:
+                if a != NONE:
+                    move_to_low(t, state, a, high[h], low, on_rank[n_high:])
+                    grow(t, state, a)
+        for m in range(len(marked)):
+            push_apart(t, state, marked[m])
+        shrink(t, state)
+        if best_change[0] == NONE:
+            break
+        for k in range(0, 4, 2):
+            i, code = best_change[k], best_change[k + 1]
+            if i != NONE:
+                users[codes[i]] -= 1
+                users[code] += 1
+                add(t, tokens, work, i, codes[i], -1.0)
+                add(t, tokens, work, i, code, 1.0)
+                codes[i] = code
+        key[:] = best
+
+
+@kernel
+def mark(tokens, work):
+    """The most loaded ranks per load, then the least loaded ones; and how many the first are."""
+    by_tokens, by_work = ascending(tokens), ascending(work)
+    marked = np.empty(4 * EXTREMES, dtype=np.int64)
+    count = n_high = 0
+    for end in range(2):
+        first = count
+        for k in range(min(EXTREMES, len(tokens))):
+            position = k if end == 1 else len(tokens) - 1 - k
+            for r in (by_tokens[position], by_work[position]):
+                seen = False
+                for other in range(first, count):
+                    seen = seen or marked[other] == r
+                if not seen:
+                    marked[count] = r
+                    count += 1
+        if end == 0:
+            n_high = count
+    return marked[:count], n_high
+
+
+@kernel
+def hold(t, codes, rank, found):
+    """Fill ``found`` with the longest sequences on ``rank``, then NONE."""
+    count = 0
+    found[:] = NONE
+    for i in range(len(codes)):
+        start = t.start_of[codes[i]]
+        if start <= rank < start + (1 << t.level_of[codes[i]]):
+            found[count] = i
+            count += 1
+            if count == len(found):
+                break
+
+
+@kernel
+def attempt(t, state, i, code_i, j, code_j):
+    """Judge moving sequence ``i`` to ``code_i`` (and ``j`` to ``code_j`` unless NONE); remember it if it is the best."""
+    codes, tokens, work, users, key, token_row, work_row, trial, best, best_change = state
+    token_row[:] = tokens
+    work_row[:] = work
+    add(t, token_row, work_row, i, codes[i], -1.0)
+    add(t, token_row, work_row, i, code_i, 1.0)
+    if j != NONE:
+        add(t, token_row, work_row, j, codes[j], -1.0)
+        add(t, token_row, work_row, j, code_j, 1.0)
+    trial[EXCESS], trial[VIOLATION], off_work, off_tokens = balance(t, token_row, work_row)
+    if compare(trial, best, PROFILE) > 0:
+        return
+    trial[PROFILE:WORK_IMBALANCE] = key[PROFILE:WORK_IMBALANCE]
+    trial[WORK_IMBALANCE], trial[TOKEN_IMBALANCE] = off_work, off_tokens
+    recount(t, users, trial, i, codes[i], code_i)
+    if j != NONE:
+        recount(t, users, trial, j, codes[j], code_j)
+    if compare(trial, best, KEY) < 0:
+        best[:] = trial
+        best_change[0], best_change[1], best_change[2], best_change[3] = i, code_i, j, code_j
+    users[codes[i]] += 1
+    users[code_i] -= 1
+    if j != NONE:
+        users[codes[j]] += 1
+        users[code_j] -= 1
+
+
+@kernel
+def recount(t, users, key, i, before, after):
+    """Bring the profile, communication and distinct groups of ``key``, and ``users``, up to date with one move."""
+    split_cost(t, key, i, t.level_of[before], -1.0)
+    split_cost(t, key, i, t.level_of[after], 1.0)
+    users[before] -= 1
+    if users[before] == 0:
+        key[DISTINCT] -= 1
+    users[after] += 1
+    if users[after] == 1:
+        key[DISTINCT] += 1
+
+
+@kernel
+def move_to_low(t, state, a, high, low, on_low):
+    """Sequence ``a``, on rank ``high``: to the low-load ranks, in exchange for a sequence of theirs or without."""
+    codes = state[0]
+    level_a = t.level_of[codes[a]]
+    for m in range(len(low)):
+        for level in range(level_a + 1):
+            code = t.offsets[level] + (low[m] >> level)
+            if code != codes[a]:
+                attempt(t, state, a, code, NONE, NONE)
+        if level_a == 0 and low[m] != high:
+            for b in on_low[m]:
+                if b != NONE and t.level_of[codes[b]] == 0:
+                    attempt(t, state, a, codes[b], b, codes[a])
+
+
+@kernel
+def grow(t, state, a):
+    """Sequence ``a`` to the group that its own is half of."""
+    code = state[0][a]
+    level = t.level_of[code] + 1
+    if level < t.levels and t.legal[a, level]:
+        attempt(t, state, a, t.offsets[level] + (t.start_of[code] >> level), NONE, NONE)
+
+
+@kernel
+def push_apart(t, state, rank):
+    """Of each group that holds ``rank``: any two of its longest sequences, one into each half."""
+    codes, users = state[0], state[3]
+    members = np.empty(CONSIDERED, dtype=np.int64)
+    for level in range(1, t.levels):
+        code = t.offsets[level] + (rank >> level)
+        if users[code] < 2:
+            continue
+        count = 0
+        for i in range(len(codes)):
+            if codes[i] == code:
+                members[count] = i
+                count += 1
+                if count == CONSIDERED:
+                    break
+        left = t.offsets[level - 1] + (t.start_of[code] >> (level - 1))
+        for a in range(count):
+            for b in range(count):
+                if a != b:
+                    attempt(t, state, members[a], left, members[b], left + 1)
+
+
+@kernel
+def shrink(t, state):
+    """Every split sequence: to every smaller group."""
+    codes = state[0]
+    for i in range(len(codes)):
+        for code in range(t.offsets[t.level_of[codes[i]]]):
+            attempt(t, state, i, code, NONE, NONE)
