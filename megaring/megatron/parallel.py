@@ -1,0 +1,75 @@
+"""Start and end the processes' groups: tensor, context (the rank domain), expert, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megaring.megatron import cpu
+from megaring.megatron.config import ParallelConfig
+
+
+def start(parallel: ParallelConfig, *, seed: int) -> torch.device:
+    """Join the groups of a checked set-up and return this rank's device.
+
+    Call it once per process, started by torchrun (which says rank, world size and local rank), before a model is
+    built; a default process group that exists already is used as it is. Puts the CPU stand-ins in place where there
+    is no GPU. Every collective gives up after ``distributed_timeout_minutes``. All communicators are made and used
+    once here, so that a step neither waits for one nor runs out of memory over one.
+    """
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    device = torch.device("cpu")
+    if not cpu.install():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    _warm_up(device)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def stop() -> None:
+    """Leave the groups, the default one included."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def domain_group() -> dist.ProcessGroup:
+    """The rank domain: the context-parallel ranks of this pipeline stage, tensor-parallel rank and replica."""
+    return parallel_state.get_context_parallel_group()
+
+
+def _warm_up(device: torch.device) -> None:
+    """One small all-reduce in every group that training uses, in the same order on every rank."""
+    word = torch.ones(1, device=device)
+    for group in (
+        None,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_tensor_and_context_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+        parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+    ):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(word, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
