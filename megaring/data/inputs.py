@@ -58,8 +58,8 @@ def find_sources(
 
     A file's kind follows from its name: ``.jsonl`` (also ``.jsonl.gz``), ``.parquet``, else text. extensions: what to
     take from folders (default: JSON lines, parquet and ``TEXT_EXTENSIONS``); files named in ``inputs`` are always
-    taken. exclude: patterns of the shell; a file in a folder is left out when one matches its path below the folder, or the
-    name or path of any folder on the way.
+    taken. exclude: patterns of the shell; a file in a folder is left out when one matches its name, its path below the
+    folder, or the name or path of any folder on the way.
     Raises CorpusError for an input that does not exist and when nothing is found.
     """
     wanted = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions) or (*KINDS, *TEXT_EXTENSIONS)
