@@ -25,10 +25,10 @@ def make_corpus(tmp_path: Path) -> Callable[..., IndexedCorpus]:
 
 @pytest.fixture
 def corpus_of_lengths(make_corpus) -> Callable[..., IndexedCorpus]:
-    """``corpus_of_lengths(lengths)``: ids count up through the whole corpus, modulo 60,000, so each is traceable."""
+    """``corpus_of_lengths(lengths)``: ids count up through the whole corpus, modulo 1,000,000, so each is traceable."""
 
     def make(lengths: Sequence[int], name: str = "corpus") -> IndexedCorpus:
-        ids = np.arange(sum(lengths)) % 60_000
-        return make_corpus(np.split(ids, np.cumsum(lengths)[:-1]), name=name, vocab_size=60_000)
+        ids = np.arange(sum(lengths)) % 1_000_000
+        return make_corpus(np.split(ids, np.cumsum(lengths)[:-1]), name=name, vocab_size=1_000_000)
 
     return make
