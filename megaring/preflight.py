@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buddyring import CapacityError, Placement, plan
-from megaring.data.documents import Sequences, make_sequences
+from megaring.data.documents import Sequences, check_plannable, make_sequences
 from megaring.data.indexed import IndexedCorpus
 from megaring.data.record import CorpusRecord, check_vocabulary, read_record
 from megaring.errors import UserError
@@ -85,7 +84,7 @@ def preflight(options: argparse.Namespace, world_size: int) -> Run:
     plan_options = _plan_options(options, parallel)
     for sequences in (train, valid):
         if sequences is not None:
-            _check_longest(sequences, parallel.context_parallel_size, plan_options)
+            _check_plannable(sequences, parallel.context_parallel_size, plan_options)
     return Run(options, model, parallel, training, world_size, train, valid, plan_options)
 
 
@@ -117,17 +116,12 @@ def _plan_options(options: argparse.Namespace, parallel: ParallelConfig) -> dict
     }
 
 
-def _check_longest(sequences: Sequences, ranks: int, plan_options: dict[str, Any]) -> Placement:
-    """Plan the longest sequence alone: when it fits nowhere by itself, it fits nowhere."""
-    longest = int(sequences.lengths.argmax())
+def _check_plannable(sequences: Sequences, ranks: int, plan_options: dict[str, Any]) -> None:
     try:
-        return plan([int(sequences.lengths[longest])], ranks, **plan_options)
-    except CapacityError as error:
-        raise UserError(
-            f"{sequences.describe(longest)}: {error}; raise --capacity or --token-budget, start more ranks, or lower "
-            "--seq-length with --overlong split or truncate"
-        ) from None
-    except (TypeError, ValueError) as error:
+        check_plannable(sequences, ranks, plan_options)
+    except UserError:
+        raise
+    except ValueError as error:  # an option that the planner refuses by name
         raise UserError(str(error)) from None
 
 

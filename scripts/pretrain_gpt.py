@@ -5,11 +5,11 @@ torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --recipe recipes/tiny_cpu.ya
 
 import os
 import sys
-
-from megaring.preflight import preflight
+import warnings
 
 from megaring.errors import UserError
 from megaring.failure import fail
+from megaring.preflight import preflight
 from megaring.recipe import parse
 
 PROGRAM = "pretrain_gpt.py"
@@ -22,7 +22,10 @@ def main() -> None:
     except UserError as error:  # the same on every rank, so one of them says it
         fail(PROGRAM, error, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
     try:
-        from megaring.megatron.pretrain import pretrain
+        with warnings.catch_warnings():
+            # Optional packages that are missing, once per rank and module: 'megaring doctor' says it better.
+            warnings.simplefilter("ignore")
+            from megaring.megatron.pretrain import pretrain
 
         pretrain(run)
     except Exception as error:

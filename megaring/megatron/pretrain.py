@@ -44,6 +44,7 @@ def pretrain(run: Run) -> None:
     """Train ``run`` to its last step on this process, which torchrun has started along with its peers."""
     device = parallel.start(run.parallel, seed=run.training.seed)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # notices of its own deprecations, once per rank
     if dist.get_rank() == 0:
         logging.getLogger("megaring").setLevel(logging.INFO)
     trainer = _Trainer(run, device)
@@ -86,9 +87,7 @@ class _Trainer:
         """All steps that are left, with evaluations and checkpoints between them."""
         options, last = self.run.options, self.run.training.train_iters
         if self.done >= last:
-            self._say(
-                f"step {self.done} of {last} is done: raise --train-iters, or choose another --output-dir"
-            )
+            self._say(f"step {self.done} of {last} is done: raise --train-iters, or choose another --output-dir")
             return
         if self.done == 0:
             self._evaluate()
@@ -145,9 +144,7 @@ class _Trainer:
         path = choice[0]
         if path is None:
             if options.load:
-                raise UserError(
-                    f"--load {options.load} holds no whole checkpoint; name the folder of the iter_* ones"
-                )
+                raise UserError(f"--load {options.load} holds no whole checkpoint; name the folder of the iter_* ones")
             return 0, None, None
         summary = checkpoint.load(
             path, self.trainee, self._layout(), self._shape(), weights_only=options.finetune and bool(options.load)
