@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +154,7 @@ class IndexedWriter:
         code = 8 if vocab_size < 65500 else 4  # uint16 or int32, where Megatron draws the line too
         self.vocab_size, self.largest_id = vocab_size, -1
         self._code, self._dtype = code, np.dtype(DTYPES[code])
-        self._lengths: list[int] = []
+        self._lengths = array("i")
         self._partial = {path: path.with_name(path.name + ".partial") for path in (self.bin_path, self.idx_path)}
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         self._bin = self._partial[self.bin_path].open("wb")
@@ -171,7 +172,7 @@ class IndexedWriter:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each document written so far: ``[n]`` int32."""
-        return np.asarray(self._lengths, dtype="<i4")
+        return np.array(self._lengths, dtype="<i4")
 
     def commit(self, companions: Mapping[Path, str] | None = None) -> None:
         """Write the index, flush both files to disk and give them their names; an older corpus is replaced.

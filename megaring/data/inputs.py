@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaring.data.indexed import CorpusError
+from megaring.data.optional import need
 
 type Kind = Literal["text", "jsonl", "parquet"]
 
@@ -142,8 +143,7 @@ def _rows(source: Source, json_key: str) -> Iterator[dict[str, Any]]:
     JSON lines go through the reader of lines: the one of JSON guesses a schema from the first ten megabytes and fails
     where later rows have other fields.
     """
-    import datasets
-
+    datasets = need("datasets", "reading JSON lines and parquet")
     try:
         if source.kind == "jsonl":
             rows = datasets.load_dataset("text", data_files=[str(source.path)], split="train", streaming=True)

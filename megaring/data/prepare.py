@@ -17,6 +17,7 @@ import numpy as np
 
 from megaring.data.indexed import CorpusError, IndexedWriter, corpus_paths
 from megaring.data.inputs import Document, find_sources, read_documents
+from megaring.data.optional import need
 from megaring.data.record import CorpusRecord, record_path
 from megaring.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -170,9 +171,7 @@ def _why_empty(part: _Part, parts: list[_Part], config: PrepareConfig) -> str:
 def _with_progress(documents: Iterable[Document], total: int | None) -> Iterable[Document]:
     if not sys.stderr.isatty():
         return documents
-    from tqdm import tqdm
-
-    return tqdm(documents, total=total, unit=" documents", dynamic_ncols=True)
+    return need("tqdm", "the progress bar").tqdm(documents, total=total, unit=" documents", dynamic_ncols=True)
 
 
 def _encode_all(documents: Iterable[Document], config: PrepareConfig) -> Iterator[_Encoded]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from megaring.data.indexed import CorpusError
+from megaring.data.optional import need
 
 
 class Tokenizer(Protocol):
@@ -47,13 +48,12 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path, eod_token: str | None = None):
-        from tokenizers import Tokenizer as Backend
-
         path = Path(path)
         if not path.is_file():
             raise CorpusError(f"--tokenizer {path} does not exist; give 'byte' or the path of a tokenizer.json")
+        library = need("tokenizers", "a tokenizer.json")
         try:
-            self._backend = Backend.from_file(str(path))
+            self._backend = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CorpusError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         self._backend.no_truncation()

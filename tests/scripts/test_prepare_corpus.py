@@ -1,7 +1,10 @@
 """scripts/prepare_corpus.py as a user runs it."""
 
+import os
+import pty
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,21 @@ def test_folder(tmp_path):
     assert "50% 41" in done.stdout
     assert "byte, 257 ids, largest used 256" in done.stdout
     assert IndexedCorpus(prefix).lengths.tolist() == [41, 41]
+
+
+def test_progress_bar_on_a_terminal(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, str(SCRIPT), "--input", str(tmp_path), "--output-prefix", str(tmp_path / "out" / "c")]
+    done = subprocess.run(command, timeout=60, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    shown = os.read(ours, 65_536).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    assert "1/1 [" in shown
+    assert " documents/s]" in shown
+    assert "documents      1 " in done.stdout
 
 
 @pytest.mark.parametrize(

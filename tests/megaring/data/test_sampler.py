@@ -1,5 +1,6 @@
 """The global order, first-fit filling and exact resumption."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaring.data.documents import make_sequences
 from megaring.data.indexed import CorpusError
@@ -98,6 +101,23 @@ def test_seeds_give_different_orders(sequences):
     first, other = (draws(Sampler(sequences, 13, seed=seed), 8) for seed in (0, 1))
     assert first != other
     assert first == draws(Sampler(sequences, 13, seed=0), 8)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    room=st.integers(0, 60),
+    window=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_any_epoch_is_whole_and_within_the_budget(lengths, room, window, seed):
+    budget = max(lengths) + room
+    sequences = make_sequences(SimpleNamespace(lengths=np.array(lengths)), max(lengths), "error")
+    batches = list(iter(Sampler(sequences, budget, seed, window=window, epochs=1).draw, []))
+    assert sorted(s for batch in batches for s in batch) == list(range(len(lengths)))
+    totals = [sum(lengths[s] for s in batch) for batch in batches]
+    assert max(totals) <= budget
+    # First-fit never leaves two neighbours that would have fitted into one.
+    assert all(one + other > budget for one, other in itertools.pairwise(totals))
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 4, 5, 20, 57])
