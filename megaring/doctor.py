@@ -7,6 +7,7 @@ reported like any other.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ TIMEOUT = 180  # seconds for one probe; megatron alone takes 15 on a busy machin
 PURPOSES = {
     "numba": ("placing sequences", "pip install numba"),
     "torch": ("everything but planning", "pip install torch"),
+    "attention": ("attention across ranks", "it needs torch: pip install torch"),
     "nvrtc": ("compiling the GPU kernels", "it comes with torch; pip install cuda-bindings"),
     "megatron-core": ("training", "pip install 'megaring[train]'"),
     "psutil": ("saving checkpoints", "pip install 'megaring[train]'"),
@@ -188,7 +190,10 @@ def judge(findings: Mapping[str, Finding]) -> tuple[Verdict, ...]:
     formats = [
         f"no {name}: not for {PURPOSES[name][0]}" for name in ("datasets", "tokenizers") if not findings[name].usable
     ]
-    training = _wanting(findings, "numba", "torch", "megatron-core", "psutil", "pyyaml", "tqdm")
+    training = _wanting(findings, "numba", "torch", "attention", "megatron-core", "psutil", "pyyaml", "tqdm")
+    backends = findings["attention"].facts.get("backends", {})
+    if backends and all(backends.values()):
+        training.append("no attention backend runs: " + "; ".join(f"{k}: {why}" for k, why in backends.items()))
     facts = findings["torch"].facts if findings["torch"].usable else {}
     cpu = list(training)
     if facts and not facts["gloo"]:
@@ -216,14 +221,17 @@ def report_lines(report: Report) -> list[str]:
     rows = [("machine", report.machine), ("python", report.python)]
     for finding in report.findings:
         state = finding.version if finding.usable else f"{finding.state} {finding.version}".strip()
-        rows.append((finding.name, f"{state}; {finding.detail}" if finding.detail else state))
+        if finding.name == "attention" and finding.usable:
+            rows += _attention_rows(finding.facts)
+        else:
+            rows.append((finding.name, f"{state}; {finding.detail}" if finding.detail else state))
         if finding.name == "torch":
             rows += _gpu_rows(finding.facts)
-    lines = [f"{name:<19} {text}" for name, text in rows]
+    lines = [f"{name:<21} {text}" for name, text in rows]
     lines.append("")
     for verdict in report.verdicts:
         answer = "yes" if verdict.possible else "no"
-        lines.append(f"{verdict.task:<19} {answer}{': ' if verdict.reasons else ''}{'; '.join(verdict.reasons)}")
+        lines.append(f"{verdict.task:<21} {answer}{': ' if verdict.reasons else ''}{'; '.join(verdict.reasons)}")
     return lines
 
 
@@ -238,3 +246,14 @@ def _gpu_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not rows and facts:
         rows.append(("GPU", f"none: {facts['no_gpu'] or 'none is visible'}"))
     return rows
+
+
+def _attention_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    kernels = facts["kernels"]
+    local = next((name for name, why in kernels.items() if why is None), "none")
+    faster = [f"not {name}: {why}" for name, why in itertools.takewhile(lambda kernel: kernel[1], kernels.items())]
+    rows = [
+        (f"attention: {name}", f"yes, on {facts['device']}" if why is None else f"no: {why}")
+        for name, why in facts["backends"].items()
+    ]
+    return [*rows, ("  local kernel", f"{local}{' (' if faster else ''}{'; '.join(faster)}{')' if faster else ''}")]

@@ -112,10 +112,47 @@ def planner_facts() -> dict[str, Any]:
     return {**package("numba", "numba"), "token_imbalance": placement.token_imbalance}
 
 
+def attention_facts() -> dict[str, Any]:
+    """Each attention backend and each local kernel, fastest first: None where it runs here, else why it does not.
+
+    Asked and tried for one rank, head dimension 128, bf16 on a GPU and fp32 on a CPU.
+    """
+    import torch
+
+    from buddyring import Placement
+    from megaring.attention import attention
+    from megaring.backends import MODULES, PREFERENCE, Request
+    from megaring.backends.local import FAMILIES
+    from megaring.device_shards import to_device
+
+    device, dtype = torch.device("cpu"), torch.float32
+    if torch.cuda.is_available():
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
+    q, k, v = (torch.ones(256, heads, 128, device=device, dtype=dtype) for heads in (4, 2, 2))
+    shards = to_device(Placement.from_groups([200, 56], 1, [(0, 1), (0, 1)]).shards(0), device)
+    request = Request(q, k, v, shards, None, 128**-0.5, True, False)
+    backends: dict[str, str | None] = {}
+    for name in PREFERENCE:
+        if name not in MODULES:
+            backends[name] = "not available in this version"
+            continue
+        backends[name] = importlib.import_module(MODULES[name]).refusal(request)
+        if backends[name] is None:
+            out = attention(q, k, v, shards, backend=name)
+            if (out.float() - 1).abs().max() > 0.01:  # a mean of ones, whatever the weights
+                backends[name] = "computes wrong results on this machine"
+    kernels = {}
+    for family in FAMILIES:
+        module = importlib.import_module(f"megaring.backends.local.{family}")
+        kernels[module.NAME] = module.refusal(device, dtype, 128)
+    return {"version": "", "device": str(device), "backends": backends, "kernels": kernels}
+
+
 # What is probed: the top-level module that must be there, and the function that looks.
 PROBES = {
     "numba": ("numba", planner_facts),
     "torch": ("torch", torch_facts),
+    "attention": ("torch", attention_facts),
     "nvrtc": ("cuda", nvrtc_facts),
     "megatron-core": ("megatron", lambda: package("megatron.core", "megatron-core")),
     "psutil": ("psutil", lambda: package("psutil", "psutil")),
