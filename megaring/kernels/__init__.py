@@ -1,1 +1,1 @@
-"""Kernels: how they are compiled, cached, described to the GPU and launched. The sources are under ``megaring/csrc``."""
+"""Kernels: how they are compiled, cached, given arguments and launched. Sources are in ``megaring/csrc``."""

@@ -87,7 +87,7 @@ def build(specialisation: Specialisation, *, folder: Path | None = None, lock_se
 def cache_key(specialisation: Specialisation) -> str:
     """Hash of everything that decides the cubin."""
     digest = hashlib.sha256()
-    parts = [specialisation.source, *_options(specialisation), "nvrtc %d.%d" % nvrtc_version()]
+    parts = [specialisation.source, *_options(specialisation), "nvrtc", *map(str, nvrtc_version())]
     for name, text in sorted(headers().items()):
         parts += [name, text]
     for part in [*parts, source(specialisation.source)]:
@@ -126,14 +126,17 @@ def compile_cubin(specialisation: Specialisation) -> tuple[bytes, str]:
 
 
 def parse_log(log: str) -> Report:
-    """The figures of a log that ``--ptxas-options=-v`` made. Raises ValueError when it lacks them."""
-    used = re.search(r"Used (\d+) registers", log)
-    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    if used is None or spills is None:
+    """The figures of a log that ``--ptxas-options=-v`` made: the worst of all kernels in it.
+
+    Raises ValueError when it lacks them.
+    """
+    used = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if not used or not spills:
         raise ValueError(f"the compiler's log does not tell registers and spills:\n{log}")
-    stack, stores, loads = (int(group) for group in spills.groups())
+    stack, stores, loads = (max(int(count) for count in column) for column in zip(*spills, strict=True))
     notes = tuple(line.strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)", line))
-    return Report(int(used[1]), stores, loads, stack, notes)
+    return Report(max(used), stores, loads, stack, notes)
 
 
 @cache

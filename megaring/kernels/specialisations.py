@@ -53,3 +53,27 @@ def every_specialisation() -> tuple[Specialisation, ...]:
         forward(head_dim, bfloat16=bfloat16, causal=causal)
         for head_dim, bfloat16, causal in product((128, 64), (True, False), (True, False))
     )
+
+
+def unit_kernels() -> tuple[Specialisation, ...]:
+    """Kernels that exercise one device layer each, for tests on a GPU."""
+    tile = 128 * 128 + 1024
+    wgmma = [
+        Specialisation(
+            f"unit/{source}.cu",
+            function,
+            (("MEGARING_HEAD_DIM", head_dim), ("MEGARING_BFLOAT16", int(bfloat16))),
+            255,
+            4 * 128 * head_dim + 1024,
+        )
+        for source, function in (("unit_wgmma", "unit_wgmma_ss"), ("unit_wgmma", "unit_wgmma_rs"))
+        for head_dim, bfloat16 in product((128, 64), (True, False))
+    ]
+    return (
+        Specialisation("unit/unit_tma.cu", "unit_tma_2d", (), 255, tile),
+        Specialisation("unit/unit_tma.cu", "unit_tma_3d", (), 255, tile),
+        *wgmma,
+        Specialisation("unit/unit_registers.cu", "unit_registers", (), FORWARD_REGISTERS, 0),
+        Specialisation("unit/unit_softmax.cu", "unit_softmax", (), 255, 0),
+        Specialisation("unit/unit_signal.cu", "unit_signal", (), 255, 16384 + 1024),
+    )
