@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megaring.backends.precision import wide
 from megaring.backends.ring_plan import Part, RingPlan
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which partial results of ``dtype`` are added up."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Rows:

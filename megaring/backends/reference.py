@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from buddyring import Shards
 from megaring.backends import Request
+from megaring.backends.precision import wide
 from megaring.device_shards import DeviceShards, array_to_device
 
 
@@ -25,20 +26,20 @@ def refusal(request: Request) -> str | None:
 def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of one call; see ``megaring.attention``. It is always deterministic."""
     shards, q = request.shards, request.q
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     tokens = shards.shards.num_tokens
-    k, v = _Gather.apply(request.k[:tokens].to(wide), request.v[:tokens].to(wide), shards, request.group)
+    k, v = _Gather.apply(request.k[:tokens].to(dtype), request.v[:tokens].to(dtype), shards, request.group)
     # Adds nothing, but makes every rank's output depend on the gathered keys, so that one without tokens takes part in
     # the gather's backward pass.
-    outs = [q[:0].to(wide) + k[:0].sum()]
-    lses = [q.new_empty((0, q.shape[1]), dtype=wide)]
+    outs = [q[:0].to(dtype) + k[:0].sum()]
+    lses = [q.new_empty((0, q.shape[1]), dtype=dtype)]
     for rows, keys, visible in _sequences(shards, request.causal):
-        out, lse = _softmax_attention(q[rows].to(wide), k[keys], v[keys], visible, request.softmax_scale)
+        out, lse = _softmax_attention(q[rows].to(dtype), k[keys], v[keys], visible, request.softmax_scale)
         outs.append(out)
         lses.append(lse)
     dummies = q.shape[0] - tokens
-    outs.append(q.new_zeros((dummies, *q.shape[1:]), dtype=wide))
-    lses.append(q.new_full((dummies, q.shape[1]), float("-inf"), dtype=wide))
+    outs.append(q.new_zeros((dummies, *q.shape[1:]), dtype=dtype))
+    lses.append(q.new_full((dummies, q.shape[1]), float("-inf"), dtype=dtype))
     return torch.cat(outs).to(q.dtype), torch.cat(lses)
 
 

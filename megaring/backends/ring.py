@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from megaring.backends import Request
 from megaring.backends.exchange import Exchange, start_exchange, warm_up
 from megaring.backends.local import choose_kernel
-from megaring.backends.merge import Rows, Softmax, Sum, wide
+from megaring.backends.merge import Rows, Softmax, Sum
+from megaring.backends.precision import wide
 from megaring.backends.ring_plan import RingPlan, Step, build_ring_plan
 
 

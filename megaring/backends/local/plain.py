@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megaring.backends.local.segments import Segments
+from megaring.backends.precision import wide
 
 NAME = "plain torch operations"
 SCORES = 2**25  # scores held at a time; longer segments are cut along their queries
@@ -22,14 +23,14 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring. The result is fp32, or fp64 for fp64 inputs."""
-    wide = _wide(q.dtype)
-    out = torch.empty(q.shape, dtype=wide, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+    dtype = wide(q.dtype)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=dtype, device=q.device)
     for block in _blocks(segments, q.shape[1]):
         scores = _scores(q, k, block, causal, scale)
         block_lse = scores.logsumexp(dim=-1)
         probabilities = _exp(scores, block_lse)
-        out[block.queries] = torch.einsum("hgqk,khd->qhgd", probabilities, v[block.keys].to(wide)).flatten(1, 2)
+        out[block.queries] = torch.einsum("hgqk,khd->qhgd", probabilities, v[block.keys].to(dtype)).flatten(1, 2)
         lse[block.queries] = block_lse.flatten(0, 1).t()
     return out, lse
 
@@ -47,16 +48,16 @@ def backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the package's docstring. The results are fp32, or fp64 for fp64 inputs; always deterministic."""
-    wide = _wide(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    dtype = wide(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     kv_heads = k.shape[1]
     for block in _blocks(segments, q.shape[1]):
         grouped = (kv_heads, q.shape[1] // kv_heads)
         block_q, block_dout, block_out = (
-            x[block.queries].to(wide).unflatten(1, grouped) for x in (q, dout, out)
+            x[block.queries].to(dtype).unflatten(1, grouped) for x in (q, dout, out)
         )  # [queries, Hkv, Hq / Hkv, D]
         block_lse = lse[block.queries].t().unflatten(0, grouped)  # [Hkv, Hq / Hkv, queries]
-        block_k, block_v = k[block.keys].to(wide), v[block.keys].to(wide)
+        block_k, block_v = k[block.keys].to(dtype), v[block.keys].to(dtype)
         probabilities = _exp(_scores(q, k, block, causal, scale), block_lse)
         dp = torch.einsum("qhgd,khd->hgqk", block_dout, block_v)
         delta = (block_dout * block_out).sum(dim=-1).permute(1, 2, 0)
@@ -86,9 +87,9 @@ def _blocks(segments: Segments, heads: int) -> Iterator[_Block]:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, causal: bool, scale: float) -> torch.Tensor:
     """Scaled scores ``[Hkv, Hq / Hkv, queries, keys]``, -inf where a key is not seen."""
-    wide = _wide(q.dtype)
-    queries = q[block.queries].to(wide).unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("qhgd,khd->hgqk", queries, k[block.keys].to(wide)) * scale
+    dtype = wide(q.dtype)
+    queries = q[block.queries].to(dtype).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qhgd,khd->hgqk", queries, k[block.keys].to(dtype)) * scale
     if causal:
         rows = torch.arange(block.first, block.first + scores.shape[2], device=q.device)
         columns = torch.arange(scores.shape[3], device=q.device)
@@ -98,7 +99,3 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, causal: bool, scale
 
 def _exp(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.exp(scores - lse[..., None])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
