@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +15,7 @@ from megaring.data.optional import need
 
 type Kind = Literal["text", "jsonl", "parquet"]
 
+NAME_THE_TEXT = "name the one with the text by --json-key"
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
 TEXT_EXTENSIONS = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv"),
@@ -102,8 +103,9 @@ def _excluded(path: Path, exclude: Sequence[str]) -> bool:
 def read_documents(sources: Iterable[Source], json_key: str) -> Iterator[Document]:
     """The documents of ``sources`` in order: one per text file, JSON line or parquet row.
 
-    json_key: the field or column with the text. Raises CorpusError, which names file and row, for a line that is not a
-    JSON object, a row without the field, and a field that is not text; null counts as an empty text.
+    json_key: the field or column with the text. Raises CorpusError, which names the file and the line, for a line that
+    is not a JSON object, lacks the field, or has no text in it, and for a parquet file without such a column of text;
+    null counts as an empty text.
     """
     for source in sources:
         if source.kind == "text":
@@ -115,16 +117,21 @@ def read_documents(sources: Iterable[Source], json_key: str) -> Iterator[Documen
                 if not row["text"].strip():
                     continue  # a blank line is no row
                 row = _parse(row["text"], name)
-            if json_key not in row:
-                raise CorpusError(
-                    f"{name} has no field {json_key!r} (it has {', '.join(row)}); name the text's by --json-key"
-                )
+                if json_key not in row:
+                    raise CorpusError(f"{name} has no field {json_key!r} (it has {', '.join(row)}); {NAME_THE_TEXT}")
             text = row[json_key]
             if text is not None and not isinstance(text, str):
-                raise CorpusError(
-                    f"{name}: {json_key!r} is {type(text).__name__}, not text; name the text's by --json-key"
-                )
+                raise CorpusError(f"{name}: {json_key!r} is {type(text).__name__}, not text; {NAME_THE_TEXT}")
             yield Document(name, text=text or "")
+
+
+def _check_column(source: Source, features: Mapping[str, Any], json_key: str) -> None:
+    """Raise CorpusError unless the schema of a parquet file has a column ``json_key`` of text."""
+    if json_key not in features:
+        raise CorpusError(f"{source.path} has no column {json_key!r} (it has {', '.join(features)}); {NAME_THE_TEXT}")
+    kind = getattr(features[json_key], "dtype", type(features[json_key]).__name__)
+    if kind not in ("string", "large_string"):
+        raise CorpusError(f"{source.path}: column {json_key!r} holds {kind}, not text; {NAME_THE_TEXT}")
 
 
 def _parse(line: str, name: str) -> dict[str, Any]:
@@ -141,16 +148,16 @@ def _rows(source: Source, json_key: str) -> Iterator[dict[str, Any]]:
     """Rows of a JSON lines file (its lines, as ``text``) or of a parquet file, streamed by Hugging Face ``datasets``.
 
     JSON lines go through the reader of lines: the one of JSON guesses a schema from the first ten megabytes and fails
-    where later rows have other fields.
+    where later rows have other fields. ``load_dataset`` would report each use to a server.
     """
     datasets = need("datasets", "reading JSON lines and parquet")
     try:
         if source.kind == "jsonl":
-            rows = datasets.load_dataset("text", data_files=[str(source.path)], split="train", streaming=True)
+            rows = datasets.IterableDataset.from_text(str(source.path))
         else:
-            rows = datasets.load_dataset("parquet", data_files=[str(source.path)], split="train", streaming=True)
-            if json_key in (rows.column_names or ()):
-                rows = rows.select_columns([json_key])
+            rows = datasets.IterableDataset.from_parquet(str(source.path))
+            _check_column(source, rows.features, json_key)
+            rows = datasets.IterableDataset.from_parquet(str(source.path), columns=[json_key])
         yield from rows
     except (GeneratorExit, CorpusError):
         raise
