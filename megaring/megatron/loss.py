@@ -51,7 +51,7 @@ def target_losses(
 def sum_losses(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the pipeline schedule wants of a microbatch: sum to differentiate, number of targets, sum to report."""
     total = losses.sum()
-    return total, torch.tensor(losses.numel(), dtype=torch.int, device=losses.device), total.detach()
+    return total, torch.full((), losses.numel(), dtype=torch.int, device=losses.device), total.detach()
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

@@ -23,7 +23,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
             "moe_z_loss_coeff": model.moe_z_loss_coeff,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
             "moe_grouped_gemm": model.moe_grouped_gemm,
             "moe_permute_fusion": engine,
         }
@@ -61,6 +60,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        moe_token_dispatcher_type="alltoall",  # checked even for a dense model
         calculate_per_token_loss=True,
         params_dtype=dtype,
         bf16=model.bf16,

@@ -86,17 +86,17 @@ def test_gradients_and_losses_are_those_of_one_process(pool, one_process, name):
     outcomes = pool.run(4, run, case)
 
     error, where = worst_difference(assemble(outcomes), assemble([expected]))
-    print("XX", name, error, where)
-    assert error < 1e-5, where
+    assert error < 5e-6, where
     for outcome in outcomes:
         assert outcome.evaluation.loss == pytest.approx(expected.evaluation.loss, abs=1e-6)
         assert outcome.evaluation.target_tokens == expected.evaluation.target_tokens
         for report, reference in zip(outcome.reports, expected.reports, strict=True):
-            print(report.loss-reference.loss, report.grad_norm-reference.grad_norm, report.aux_loss, report.z_loss)
             assert report.loss == pytest.approx(reference.loss, abs=1e-6)
             assert report.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
-            assert report.aux_loss == pytest.approx(reference.aux_loss, rel=1e-5)
-            assert report.z_loss == pytest.approx(reference.z_loss, rel=1e-5)
+            assert (report.aux_loss is None) == (report.z_loss is None) == (case.model.num_experts is None)
+            if report.aux_loss is not None:
+                assert report.aux_loss == pytest.approx(reference.aux_loss, rel=1e-5)
+                assert report.z_loss == pytest.approx(reference.z_loss, rel=1e-5)
             counts = (report.tokens, report.target_tokens, report.sum_squared_lengths)
             assert counts == (reference.tokens, reference.target_tokens, reference.sum_squared_lengths)
     assert expected.reports[-1].loss < expected.reports[0].loss
