@@ -51,9 +51,9 @@ class Tables(NamedTuple):
 
 
 def build_tables(problem: Problem, lengths: np.ndarray) -> Tables:
-    """Tables of all sequences on all ranks. lengths: ``[n]`` int64, longest first."""
+    """Tables of all sequences on all ranks, without a capacity. lengths: ``[n]`` int64, longest first, not empty."""
     levels = problem.largest_group.bit_length()
-    counts = [problem.ranks >> level for level in range(levels)]
+    offsets, level_of, start_of = code_arrays(problem.ranks, levels)
     legal = np.stack([problem.is_legal(lengths, 1 << level) for level in range(levels)], axis=1)
     held = np.zeros((len(lengths), 2**levels - 1))
     work = np.zeros_like(held)
@@ -66,9 +66,9 @@ def build_tables(problem: Problem, lengths: np.ndarray) -> Tables:
     return Tables(
         ranks=problem.ranks,
         levels=levels,
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        level_of=np.repeat(np.arange(levels, dtype=np.int64), counts),
-        start_of=np.concatenate([np.arange(count, dtype=np.int64) << level for level, count in enumerate(counts)]),
+        offsets=offsets,
+        level_of=level_of,
+        start_of=start_of,
         lengths=lengths.astype(np.float64),
         classes=np.searchsorted(CLASS_CUTS, lengths, side="left").astype(np.int64),
         held=held,
@@ -79,5 +79,14 @@ def build_tables(problem: Problem, lengths: np.ndarray) -> Tables:
         work_scale=problem.ranks / total_work,
         token_tolerance=problem.token_tolerance,
         work_tolerance=problem.attention_tolerance,
-        limit=float("inf") if problem.rank_limit is None else float(problem.rank_limit),
+        limit=np.inf,
     )
+
+
+def code_arrays(ranks: int, levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``offsets``, ``level_of`` and ``start_of`` of ``Tables``."""
+    counts = [ranks >> level for level in range(levels)]
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    level_of = np.repeat(np.arange(levels, dtype=np.int64), counts)
+    starts = [np.arange(count, dtype=np.int64) << level for level, count in enumerate(counts)]
+    return offsets, level_of, np.concatenate(starts)

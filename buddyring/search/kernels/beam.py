@@ -262,7 +262,7 @@ def crowd(criteria, kept, width):
         order = ascending(values)
         if k == CODE:
             to_ranks(values, order)  # packed numbers have no distances
-        if not chosen[order[0]]:
+        if taken < width and not chosen[order[0]]:
             chosen[order[0]] = True
             result[taken] = kept[order[0]]
             taken += 1

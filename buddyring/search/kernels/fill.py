@@ -78,3 +78,23 @@ def fill(t, codes, first, tokens, work):
         token_steep[best], work_steep[best] = steep(tokens[best] * t.token_scale), steep(work[best] * t.work_scale)
         token_sum += token_steep[best]
         work_sum += work_steep[best]
+
+
+@kernel
+def deal(t, sizes):
+    """``[n]`` int64: the domain of each sequence. sizes: ``[domains]`` ranks of each.
+
+    Longest first, to the domain whose larger load per rank, in means, is least afterwards; then to the first.
+    """
+    tokens, work = np.zeros(len(sizes)), np.zeros(len(sizes))
+    domains = np.empty(len(t.lengths), dtype=np.int64)
+    for i in range(len(domains)):
+        best, best_load = 0, np.inf
+        for d in range(len(sizes)):
+            load = max((tokens[d] + t.held[i, 0]) * t.token_scale, (work[d] + t.work[i, 0]) * t.work_scale) / sizes[d]
+            if load < best_load:
+                best, best_load = d, load
+        domains[i] = best
+        tokens[best] += t.held[i, 0]
+        work[best] += t.work[i, 0]
+    return domains

@@ -9,7 +9,6 @@ from buddyring.search.kernels.objective import (
     DISTINCT,
     EXCESS,
     KEY,
-    PROFILE,
     TOKEN_IMBALANCE,
     VIOLATION,
     WORK_IMBALANCE,
@@ -24,17 +23,19 @@ from buddyring.search.kernels.sort import ascending
 MOST_MOVES = 32
 EXTREMES = 2  # ranks looked at per load and end
 CONSIDERED = 4  # sequences looked at per rank
-NONE = -1
+NONE = np.int64(-1)  # of NumPy, so that Numba takes it for a number like any other
 
 
 @kernel
-def repair(t, codes, key, most_moves):
+def repair(t, codes, key, criteria, most_moves):
     """Improve ``codes`` and its ``key`` in place by the best single change, until there is none or ``most_moves``.
+
+    criteria: how many of the key's criteria an improvement may be in.
 
     Changes: a whole sequence moves from a high-load rank to a low-load one, or two swap; a sequence on a high-load
     rank grows to the parent group, or moves to a group of its size or less that holds a low-load rank; two sequences
     of a group that holds a marked rank go one into each half. Beyond the paper, any split sequence may shrink into
-    any smaller group: that is what the splitting profile asks for once the loads are in tolerance.
+    a smaller group with a low-load rank: that is what the splitting profile asks for once the loads are in tolerance.
     """
     tokens, work = np.empty(t.ranks), np.empty(t.ranks)
     users = np.empty(t.offsets[t.levels], dtype=np.int64)
@@ -50,7 +51,7 @@ def repair(t, codes, key, most_moves):
         for m in range(len(marked)):
             hold(t, codes, marked[m], on_rank[m])
         high, low = marked[:n_high], marked[n_high:]
-        state = (codes, tokens, work, users, key, token_row, work_row, trial, best, best_change)
+        state = (codes, tokens, work, users, key, token_row, work_row, trial, best, best_change, criteria)
         for h in range(n_high):
             for a in on_rank[h]:
                 if a != NONE:
@@ -58,7 +59,7 @@ def repair(t, codes, key, most_moves):
                     grow(t, state, a)
         for m in range(len(marked)):
             push_apart(t, state, marked[m])
-        shrink(t, state)
+        shrink(t, state, low)
         if best_change[0] == NONE:
             break
         for k in range(0, 4, 2):
@@ -110,8 +111,17 @@ def hold(t, codes, rank, found):
 
 @kernel
 def attempt(t, state, i, code_i, j, code_j):
-    """Judge moving sequence ``i`` to ``code_i`` (and ``j`` to ``code_j`` unless NONE); remember it if it is the best."""
-    codes, tokens, work, users, key, token_row, work_row, trial, best, best_change = state
+    """Judge moving ``i`` to ``code_i`` (and ``j`` to ``code_j`` unless NONE); remember it if it is the best so far."""
+    codes, tokens, work, users, key, token_row, work_row, trial, best, best_change, criteria = state
+    trial[:DISTINCT] = key[:DISTINCT]
+    recost(t, trial, i, codes[i], code_i)
+    if j != NONE:
+        recost(t, trial, j, codes[j], code_j)
+    if best[EXCESS] == 0.0 and best[VIOLATION] == 0.0:  # then most changes are out before their loads are known
+        trial[EXCESS] = trial[VIOLATION] = 0.0
+        sign = compare(trial, best, DISTINCT)
+        if sign > 0 or (sign == 0 and criteria <= DISTINCT):
+            return
     token_row[:] = tokens
     work_row[:] = work
     add(t, token_row, work_row, i, codes[i], -1.0)
@@ -119,15 +129,16 @@ def attempt(t, state, i, code_i, j, code_j):
     if j != NONE:
         add(t, token_row, work_row, j, codes[j], -1.0)
         add(t, token_row, work_row, j, code_j, 1.0)
-    trial[EXCESS], trial[VIOLATION], off_work, off_tokens = balance(t, token_row, work_row)
-    if compare(trial, best, PROFILE) > 0:
+    trial[EXCESS], trial[VIOLATION], trial[WORK_IMBALANCE], trial[TOKEN_IMBALANCE] = balance(t, token_row, work_row)
+    if compare(trial, best, min(criteria, DISTINCT)) > 0:
         return
-    trial[PROFILE:WORK_IMBALANCE] = key[PROFILE:WORK_IMBALANCE]
-    trial[WORK_IMBALANCE], trial[TOKEN_IMBALANCE] = off_work, off_tokens
-    recount(t, users, trial, i, codes[i], code_i)
+    users[codes[i]] -= 1
+    users[code_i] += 1
     if j != NONE:
-        recount(t, users, trial, j, codes[j], code_j)
-    if compare(trial, best, KEY) < 0:
+        users[codes[j]] -= 1
+        users[code_j] += 1
+    trial[DISTINCT] = np.sum(users > 0)
+    if compare(trial, best, criteria) < 0:
         best[:] = trial
         best_change[0], best_change[1], best_change[2], best_change[3] = i, code_i, j, code_j
     users[codes[i]] += 1
@@ -138,16 +149,10 @@ def attempt(t, state, i, code_i, j, code_j):
 
 
 @kernel
-def recount(t, users, key, i, before, after):
-    """Bring the profile, communication and distinct groups of ``key``, and ``users``, up to date with one move."""
+def recost(t, key, i, before, after):
+    """Bring the profile and communication of ``key`` up to date with one move."""
     split_cost(t, key, i, t.level_of[before], -1.0)
     split_cost(t, key, i, t.level_of[after], 1.0)
-    users[before] -= 1
-    if users[before] == 0:
-        key[DISTINCT] -= 1
-    users[after] += 1
-    if users[after] == 1:
-        key[DISTINCT] += 1
 
 
 @kernel
@@ -199,9 +204,10 @@ def push_apart(t, state, rank):
 
 
 @kernel
-def shrink(t, state):
-    """Every split sequence: to every smaller group."""
+def shrink(t, state, low):
+    """Every split sequence: to the smaller groups that hold a low-load rank."""
     codes = state[0]
     for i in range(len(codes)):
-        for code in range(t.offsets[t.level_of[codes[i]]]):
-            attempt(t, state, i, code, NONE, NONE)
+        for level in range(t.level_of[codes[i]]):
+            for r in low:
+                attempt(t, state, i, t.offsets[level] + (r >> level), NONE, NONE)
