@@ -114,3 +114,17 @@ def test_to_moves_every_tensor():
     moved = make([5], [(0, 1)], 0, rank_multiple=4).to("meta")
     names = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
     assert {getattr(moved, name).device.type for name in names} == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pinned_copy_to_a_gpu():
+    batch = make([5], [(0, 1)], 0, rank_multiple=4)
+    pinned = batch.pin_memory()
+    assert pinned.tokens.is_pinned()
+    assert pinned.padding_mask.is_pinned()
+    moved = pinned.to("cuda")
+    torch.cuda.synchronize()
+    assert moved.tokens.is_cuda
+    assert moved.tokens.cpu().tolist() == batch.tokens.tolist()
+    assert moved.loss_mask.cpu().tolist() == batch.loss_mask.tolist()
