@@ -76,11 +76,13 @@ def plan_forward(shards: Shards, *, causal: bool = True) -> ForwardPlan:
     )
 
 
-def heads_per_section(plan: ForwardPlan, *, query_heads: int, kv_heads: int, head_dim: int) -> int:
+def heads_per_section(
+    plan: ForwardPlan, *, query_heads: int, kv_heads: int, head_dim: int, l2_budget: int = L2_BUDGET
+) -> int:
     """Query heads whose keys and values together fit the L2 budget: tasks run through such sections one by one."""
     tokens = plan.tokens + plan.arena_tiles * TILE
     bytes_per_kv_head = max(1, tokens * head_dim * 2 * 2)
-    return min(kv_heads, max(1, L2_BUDGET // bytes_per_kv_head)) * (query_heads // kv_heads)
+    return min(kv_heads, max(1, l2_budget // bytes_per_kv_head)) * (query_heads // kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
