@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from buddyring import Shards
-from megaring.backends import Choice, Request, choose
+from megaring.backends import Request, choose
 from megaring.device_shards import DeviceShards, to_device
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -44,8 +44,8 @@ def attention(
     and backward, in the same order, those without tokens too. Waits are bounded by the timeout that the group was
     made with (``init_process_group`` or ``new_group``: 30 minutes for Gloo, 10 for NCCL, unless told otherwise).
     backend: ``auto`` (the fastest that can take the call; the log says which, and why none faster), ``ring`` or
-    ``reference``. softmax_scale: ``D ** -0.5`` by default. causal: whether a query sees only its own and earlier
-    positions of its sequence. deterministic: bit-equal results from run to run at a fixed placement.
+    ``reference``. softmax_scale: positive, ``D ** -0.5`` by default. causal: whether a query sees only its own and
+    earlier positions of its sequence. deterministic: bit-equal results from run to run at a fixed placement.
 
     Returns ``out [t, Hq, D]`` in the inputs' type and, with ``return_lse``, the log-sum-exp ``[t, Hq]`` of the scaled
     scores (natural logarithm, fp32, or fp64 for fp64 inputs, not differentiable). A query without keys gives 0 and
@@ -57,17 +57,13 @@ def attention(
     _check_shards(q, shards)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; it must be finite")
+    if not 0 < softmax_scale < math.inf:  # kernels mask before they scale: -inf times a negative number is no mask
+        raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
     request = Request(q, k, v, shards, _domain(shards.shards, group), float(softmax_scale), causal, deterministic)
     choice = choose(backend, request)
     _say(choice.name, choice.refusals)
-    out, lse = _run(choice, request)
+    out, lse = choice.module.attend(request)
     return (out, lse) if return_lse else out
-
-
-def _run(choice: Choice, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    return choice.module.attend(request)
 
 
 @functools.cache

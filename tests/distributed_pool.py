@@ -26,6 +26,8 @@ from typing import Any
 
 REPORT_GRACE = 0.5  # seconds that peers get to report after the first failure
 WORKER_MARGIN = 10.0  # seconds past the limit after which a worker whose pool has vanished ends itself
+# torch.autograd imports the last one when backward first gets explicit gradients: seconds for every worker.
+PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
@@ -36,13 +38,13 @@ class CaseFailed(AssertionError):
 class Pool:
     """Worker processes for distributed cases; see the module's docstring. Use it as a context manager.
 
-    preload: modules that the forking parent imports once; what a worker needs beyond them it imports itself. Preloading
-    must start no threads and must not touch a GPU.
+    preload: modules beyond ``PRELOAD`` that the forking parent imports once; what a worker needs further it imports
+    itself. Preloading must start no threads and must not touch a GPU.
     """
 
-    def __init__(self, preload: Sequence[str] = ("torch", "torch.distributed")) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="distributed_pool_")
         self._workers: list[_Worker] = []
         self._cases = 0

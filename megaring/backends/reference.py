@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from buddyring import Shards
 from megaring.backends import Request
@@ -93,6 +94,7 @@ class _Gather(torch.autograd.Function):
         return ordered[:, 0], ordered[:, 1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         both = torch.stack((dk, dv), dim=1)
         if ctx.group is not None:
