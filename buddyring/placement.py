@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from buddyring.lengths import check_lengths
+from buddyring.lengths import MAX_LENGTH, check_lengths
 from buddyring.shards import Shards, build_shards
 from buddyring.zigzag import TILE, place_loads
 
+ROUNDING = 1e-12  # a violation below this is a matter of floating point
 CLASS_CUTS = (2048, 4096, 8192, 16384)  # tokens; a length on a cut belongs to the lower class
 
 
@@ -84,8 +85,9 @@ class Placement:
     ) -> Placement:
         """The placement that puts sequence ``i`` on ``groups[i]``, with every derived figure.
 
-        Raises ValueError for a group outside the ranks, a sequence with fewer than ``2 * size`` tokens, or another
-        number of groups than of lengths; CapacityError when a rank holds more than ``capacity`` tokens.
+        Raises ValueError for a group outside the ranks, a sequence with fewer than ``2 * size`` tokens, more tokens on
+        a rank than int32 positions count, or another number of groups than of lengths; CapacityError when a rank holds
+        more than ``capacity`` tokens.
         """
         length_array = check_lengths(lengths)
         made = tuple(Group(int(start), int(size)) for start, size in groups)
@@ -96,6 +98,12 @@ class Placement:
                 raise ValueError(f"group {index} (start {start}, size {size}) does not lie within {ranks} ranks")
         group_array = np.asarray(made, dtype=np.int64).reshape(-1, 2)
         tokens, pairs = rank_loads(length_array, group_array, ranks, tile)
+        if tokens.max(initial=0) > MAX_LENGTH:
+            worst = int(tokens.argmax())
+            raise ValueError(
+                f"rank {worst} would hold {int(tokens[worst])} tokens; a rank holds at most {MAX_LENGTH}: "
+                "plan more ranks"
+            )
         if capacity is not None:
             rows = -(-tokens // rank_multiple) * rank_multiple
             if rows.max(initial=0) > capacity:
@@ -105,6 +113,7 @@ class Placement:
                     "raise the capacity or plan more ranks"
                 )
         token_imbalance, attention_imbalance = imbalance(tokens), imbalance(pairs)
+        violation = max(token_imbalance - token_tolerance, attention_imbalance - attention_tolerance)
         sizes = group_array[:, 1]
         return cls(
             lengths=tuple(length_array.tolist()),
@@ -122,7 +131,7 @@ class Placement:
             attention_loads=tuple(pairs.tolist()),
             token_imbalance=token_imbalance,
             attention_imbalance=attention_imbalance,
-            violation=max(0.0, token_imbalance - token_tolerance, attention_imbalance - attention_tolerance),
+            violation=violation if violation > ROUNDING else 0.0,
             profile=splitting_profile(length_array, sizes),
             communication=float((length_array * (sizes - 1) / sizes).sum()),
             num_shards=int(sizes.sum()),
@@ -215,7 +224,7 @@ def rank_loads(lengths: np.ndarray, groups: np.ndarray, ranks: int, tile: int) -
 
 def imbalance(loads: np.ndarray) -> float:
     """Largest absolute deviation from the mean, relative to it; 0 when there is no load."""
-    total = int(loads.sum())
+    total = sum(loads.tolist())  # may exceed int64
     if total == 0:
         return 0.0
     mean = total / len(loads)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from buddyring.problem import Layout, Problem
 from buddyring.schedulers.local import local
+from buddyring.schedulers.megatron import megatron
 from buddyring.schedulers.uniform import uniform
+from buddyring.schedulers.zeppelin import zeppelin
 
 
 def _buddyring(problem: Problem) -> Layout:
@@ -18,7 +20,9 @@ def _buddyring(problem: Problem) -> Layout:
 SCHEDULERS: dict[str, Callable[[Problem], Layout]] = {
     "buddyring": _buddyring,
     "local": local,
+    "megatron": megatron,
     "uniform": uniform,
+    "zeppelin": zeppelin,
 }
 
 __all__ = ["SCHEDULERS"]

@@ -130,14 +130,14 @@ def deepen(t: Tables, best: Found) -> None:
 def wide_stages(t: Tables) -> Iterator[Stage]:
     """Length classes, longest first, each sequence over the most ranks that it legally can be.
 
-    On many ranks only as many as can be structural: beyond that it takes long and rarely helps.
+    On many ranks only while there are fewer sequences than ranks: beyond that it takes long and rarely helps.
     """
     largest = t.levels - 1 - t.legal[:, ::-1].argmax(axis=1)
     allowed = np.arange(t.levels) == largest[:, None]
     before = 0
     for klass in reversed(range(NUM_CLASSES)):
         count = int(np.count_nonzero(t.classes >= klass))
-        if count > before and (t.ranks <= SMALL_RANKS or count <= 2 * t.ranks):
+        if count > before and (t.ranks <= SMALL_RANKS or 4 * count <= 3 * t.ranks):
             yield Stage(allowed, count)
         before = count
 
