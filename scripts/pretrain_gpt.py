@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 
-from megaring.errors import UserError
 from megaring.failure import fail
 from megaring.preflight import preflight
 from megaring.recipe import parse
@@ -19,7 +18,7 @@ def main() -> None:
     """Check everything that can be checked without torch, then train."""
     try:
         run = preflight(parse(sys.argv[1:]), world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    except UserError as error:  # the same on every rank, so one of them says it
+    except Exception as error:  # the same on every rank, so one of them says it
         fail(PROGRAM, error, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
     try:
         with warnings.catch_warnings():

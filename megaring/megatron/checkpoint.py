@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaring.errors import UserError
@@ -38,6 +39,15 @@ class Trainee:
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
+
+
+def start_queue() -> None:
+    """Start the process through which Megatron-Core's writers report, while forking is still cheap and safe.
+
+    Left alone, the first save spawns it, and that imports the main script and torch anew: up to half a minute on two
+    cores. Call it before process groups, threads or a GPU are in use.
+    """
+    filesystem_async.get_write_results_queue("fork")
 
 
 def newest(root: Path) -> Path | None:

@@ -42,6 +42,7 @@ _SHAPE = (
 
 def pretrain(run: Run) -> None:
     """Train ``run`` to its last step on this process, which torchrun has started along with its peers."""
+    checkpoint.start_queue()
     device = parallel.start(run.parallel, seed=run.training.seed)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notices of its own deprecations, once per rank
