@@ -64,7 +64,7 @@ class Attender {
     wgmma_fence();
     multiply_keys(scores, query, tile % kStages);
     wgmma_commit();
-    wgmma_wait<0>();
+    wgmma_wait<0>(scores);
     release(&mailbox().keys_empty[tile % kStages]);
     mask(scores, shape);
     softmax_step<true>(scores, state, rescale, arguments_.scale);
@@ -72,10 +72,11 @@ class Attender {
 #pragma unroll
     for (u32 i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
 
+    if (kv_tiles > 1) wait(&mailbox().keys_full[(tile + 1) % kStages], (tile + 1) / kStages);
+#pragma unroll 1
     for (i32 n = 1; n < kv_tiles; ++n) {
       const u32 ahead = tile + 1;
       clear_value_tail(tile, shape);
-      wait(&mailbox().keys_full[ahead % kStages], ahead / kStages);
       if constexpr (kPingPong) named_barrier_sync(kTurnBarrier + group(), 2 * kWarpgroup);
       wgmma_fence();
       multiply_keys(scores, query, ahead % kStages);
@@ -85,12 +86,15 @@ class Attender {
       multiply_values(output, probabilities, tile % kStages);
       wgmma_commit();
       if constexpr (kPingPong) named_barrier_arrive(kTurnBarrier + 1 - group(), 2 * kWarpgroup);
-      wgmma_wait<1>();
+      wgmma_wait<1>(scores);
       shape = mailbox().shapes[ahead % kStages];
       release(&mailbox().keys_empty[ahead % kStages]);
       mask(scores, shape);
       softmax_step<false>(scores, state, rescale, arguments_.scale);
-      wgmma_wait<0>();
+      // The next keys are awaited here and not where they are used, because this loop is what keeps ptxas from moving
+      // the wait for P V before the softmax that should run beside it (a test reads the SASS for that).
+      if (n + 1 < kv_tiles) wait(&mailbox().keys_full[(ahead + 1) % kStages], (ahead + 1) / kStages);
+      wgmma_wait<0>(output);
       release(&mailbox().values_empty[tile % kStages]);
       pack_probabilities<kBfloat16>(scores, probabilities);
       scale_rows(output, rescale);
@@ -102,7 +106,7 @@ class Attender {
     wgmma_fence();
     multiply_values(output, probabilities, tile % kStages);
     wgmma_commit();
-    wgmma_wait<0>();
+    wgmma_wait<0>(output);
     release(&mailbox().values_empty[tile % kStages]);
     ++tile;
     store(slot, query, output, state);

@@ -55,6 +55,7 @@ __device__ __forceinline__ void leave(const Arguments& arguments, const RankArgu
   if (threadIdx.x != 0) return;
   const u64 epoch = control->epoch + 1;
   if (mailbox.stopped == kLast) {
+#pragma unroll 1
     for (i32 peer = 0; peer < arguments.domain_ranks; ++peer) {
       if (peer == rank.rank) continue;
       signal_store_release(&reinterpret_cast<Control*>(arguments.arenas[peer])->done[rank.rank], epoch << 32);
@@ -96,10 +97,9 @@ extern "C" __global__ void __launch_bounds__(megaring::kThreads, 1)
                 arguments.ctas_per_rank * 2 * kWarp);
     }
     __syncwarp();
-    leave(arguments, rank, shared.mailbox());
   } else {
     raise_registers<kConsumerRegisters>();
     Attender(arguments, rank, shared).run();
-    leave(arguments, rank, shared.mailbox());
   }
+  leave(arguments, rank, shared.mailbox());
 }

@@ -22,10 +22,6 @@ __device__ __forceinline__ u64 l2_evict_last() {
   return policy;
 }
 
-__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
-}
-
 // One box of a 2-D or 3-D tensor, innermost coordinate first; its bytes complete on `barrier`. Elements outside the
 // tensor arrive as zeros and count as delivered.
 __device__ __forceinline__ void tma_load(u32 destination, const TensorMap* map, u32 barrier, i32 x, i32 y, u64 policy) {

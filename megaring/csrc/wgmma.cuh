@@ -26,10 +26,13 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-// At most kPending committed groups of products still run.
-template <u32 kPending>
-__device__ __forceinline__ void wgmma_wait() {
+// Until at most kPending committed groups of products still run. `finished` are accumulators of those that no longer do:
+// the empty statements keep the compiler from moving their use before the wait, which it does not know to be one.
+template <u32 kPending, u32 kCount>
+__device__ __forceinline__ void wgmma_wait(float (&finished)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kPending) : "memory");
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(finished[i]) : : "memory");
 }
 
 #define MEGARING_D_N64                                                                                                \

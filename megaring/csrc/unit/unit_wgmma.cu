@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     wgmma_ss<kBfloat16>(d, descriptor_advance(a, offset), descriptor_advance(b, offset), step != 0);
   }
   wgmma_commit();
-  wgmma_wait<0>();
+  wgmma_wait<0>(d);
   write<128>(output, d, group);
 }
 
@@ -89,6 +89,6 @@ extern "C" __global__ void __launch_bounds__(128, 1)
 #pragma unroll
   for (u32 step = 0; step < 8; ++step) wgmma_rs<kBfloat16>(d, a + 4 * step, descriptor_advance(b, step * 2048));
   wgmma_commit();
-  wgmma_wait<0>();
+  wgmma_wait<0>(d);
   write<kHeadDim>(output, d, 0);
 }

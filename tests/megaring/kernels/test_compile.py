@@ -1,0 +1,171 @@
+import multiprocessing
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sass import disassemble, most_registers
+
+from megaring.build import faults, main, table
+from megaring.kernels import compile as compiler
+from megaring.kernels.compile import Built, CompileError, Report, build, cache_key, parse_log
+from megaring.kernels.specialisations import Specialisation, every_specialisation, forward, unit_kernels
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216  # csrc/forward_layout.cuh
+ALL = [*every_specialisation(), *unit_kernels()]
+SMALL = next(each for each in unit_kernels() if each.function == "unit_tma_2d")
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cubins")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(ALL, pool.map(lambda each: build(each, folder=folder), ALL), strict=True))
+
+
+@pytest.mark.parametrize("specialisation", ALL, ids=lambda each: each.label)
+def test_nothing_spills_or_is_serialised(specialisation, cubins):
+    assert faults(cubins[specialisation]) == []
+
+
+def test_the_forward_comes_in_every_choice():
+    assert len({each.defines for each in every_specialisation()}) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("specialisation", every_specialisation(), ids=lambda each: each.label)
+def test_forward_machine_code(specialisation, cubins, tmp_path):
+    code = disassemble(cubins[specialisation].cubin, tmp_path)
+    raised = next(i for i, line in enumerate(code) if line.startswith("USETMAXREG.TRY_ALLOC"))
+    lowered = next(i for i, line in enumerate(code) if line.startswith("USETMAXREG.DEALLOC"))
+    assert raised < lowered, "this test reads the consumers' code before the producers'"
+    consumers, others = code[raised:lowered], [*code[:raised], *code[lowered:]]
+
+    # Each role keeps within its quota, and the quotas within what the block is launched with.
+    assert most_registers(consumers) <= CONSUMER_REGISTERS
+    assert most_registers(others) <= PRODUCER_REGISTERS
+    assert 3 * cubins[specialisation].report.registers >= PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS
+    assert f"0x{CONSUMER_REGISTERS:x}" in code[raised] and f"0x{PRODUCER_REGISTERS:x}" in code[lowered]
+
+    # In the loop the softmax runs between the wait for the scores and the one for P V.
+    waits = [i for i, line in enumerate(consumers) if "WARPGROUP.DEPBAR" in line]
+    scores = next(i for i in waits if "gsb0, 0x1" in consumers[i])
+    values = next(i for i in waits if i > scores)
+    assert sum("MUFU.EX2" in line for line in consumers[scores:values]) >= 64
+
+    # Words that another GPU may write or read: 64 bits wide, always at system scope. Counters of one GPU have 32 bits.
+    words = [line for line in code if re.search(r"(LDG|STG|ATOMG|LD|ST|ATOM)\.E\.\S*64\.STRONG", line)]
+    assert words and all("STRONG.SYS" in line for line in words)
+    for access in ("LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS", "ATOMG.E.CAS.64.STRONG.SYS", "MEMBAR.ALL.SYS"):
+        assert any(access in line for line in others), f"no {access}"
+    assert not any(re.search(r"\.64\.STRONG\.(GPU|CTA|SM)", line) for line in code)
+
+
+def test_signal_words_have_system_scope(cubins, tmp_path):
+    signal = next(each for each in unit_kernels() if each.function == "unit_signal")
+    code = disassemble(cubins[signal].cubin, tmp_path)
+    assert any("LDG.E.64.STRONG.SYS" in line for line in code) and any("STG.E.64.STRONG.SYS" in line for line in code)
+
+
+def test_a_second_build_comes_from_the_cache(tmp_path):
+    first, second = build(SMALL, folder=tmp_path), build(SMALL, folder=tmp_path)
+    assert (first.cached, second.cached) == (False, True)
+    assert (first.cubin, first.report) == (second.cubin, second.report)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".cubin", ".log", ".lock"}, "a temporary file was left"
+
+
+def test_the_key_tells_sources_options_and_version_apart(monkeypatch):
+    keys = [cache_key(each) for each in ALL]
+    assert len({(each.source, each.defines) for each in ALL}) == len(set(keys))
+    before = cache_key(SMALL)
+    monkeypatch.setattr(compiler, "headers", lambda: {"ptx.cuh": "// other"})
+    assert cache_key(SMALL) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0))
+    assert cache_key(SMALL) != before
+
+
+def _hold(path, held, done):
+    with compiler._locked(path, 1.0):
+        held.set()
+        done.wait(30)
+
+
+def test_a_lock_that_is_never_freed_is_an_error_within_its_bound(tmp_path):
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=((tmp_path / cache_key(SMALL)).with_suffix(".lock"), held, done))
+    holder.start()
+    try:
+        assert held.wait(30)
+        with pytest.raises(TimeoutError, match="another process has held"):
+            build(SMALL, folder=tmp_path, lock_seconds=0.2)
+    finally:
+        done.set()
+        holder.join(30)
+    assert not build(SMALL, folder=tmp_path, lock_seconds=5.0).cached
+
+
+def test_of_many_who_want_a_kernel_one_compiles(tmp_path, monkeypatch):
+    compiled, real, lock = [], compiler.compile_cubin, threading.Lock()
+
+    def counted(specialisation):
+        with lock:
+            compiled.append(specialisation)
+        return real(specialisation)
+
+    monkeypatch.setattr(compiler, "compile_cubin", counted)
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda _: build(SMALL, folder=tmp_path), range(4)))
+    assert compiled == [SMALL] and len({each.cubin for each in built}) == 1
+
+
+def test_a_source_that_does_not_compile_says_why(monkeypatch):
+    monkeypatch.setattr(compiler, "source", lambda name: "this is not C++")
+    with pytest.raises(CompileError, match=r"unit_tma_2d does not compile for sm_90a:\n.*error"):
+        compiler.compile_cubin(SMALL)
+
+
+LOG = """ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized in 'f'
+ptxas info    : Compiling entry function 'f' for 'sm_90a'
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 170 registers, used 1 barriers
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 20 registers, used 1 barriers
+"""
+
+
+def test_a_log_is_read_for_its_worst_kernel():
+    report = parse_log(LOG)
+    assert (report.registers, report.stack, report.spill_stores, report.spill_loads) == (170, 16, 8, 12)
+    assert len(report.notes) == 1 and "C7512" in report.notes[0]
+    found = faults(Built(forward(128, bfloat16=True, causal=True), b"", report, False, 1.0))
+    assert found[:2] == ["spills 8 bytes out and 12 in", "uses 170 registers, 168 are budgeted"] and "C7512" in found[2]
+
+
+def test_a_log_without_figures_is_an_error():
+    with pytest.raises(ValueError, match="registers and spills"):
+        parse_log("nothing")
+
+
+def test_the_build_command_prints_a_table_and_fails_on_faults(monkeypatch, capsys):
+    good = Built(SMALL, b"12", Report(14, 0, 0, 0, ()), True, 0.0)
+    monkeypatch.setattr("megaring.build.build", lambda each, folder: good)
+    assert main([]) == 0
+    assert "unit_tma_2d" in capsys.readouterr().out
+    monkeypatch.setattr("megaring.build.build", lambda each, folder: Built(SMALL, b"", parse_log(LOG), False, 1.0))
+    assert main([]) == 1
+    assert table([good]).splitlines()[1].split() == ["14", "0", str(SMALL.shared_bytes), "2", "cached", "unit_tma_2d"]
+
+
+def test_head_dimensions_outside_the_kernel_are_refused():
+    with pytest.raises(ValueError, match="64 or 128, not 96"):
+        forward(96, bfloat16=True, causal=True)
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    def missing():
+        raise CompileError("cuda-bindings is missing")
+
+    monkeypatch.setattr(compiler, "_nvrtc", missing)
+    with pytest.raises(CompileError, match="cuda-bindings"):
+        compiler.compile_cubin(Specialisation("unit/unit_tma.cu", "unit_tma_2d", (), 255, 0))
