@@ -2,6 +2,9 @@
 
 While a block is computed, the next partner's keys and values are on their way. Backward sends them again, computes each
 block's share of the gradients from the final output and LSE, and sends the shares of remote keys home.
+
+Blocks are merged in fp32, but a kernel that returns bf16 has rounded each block's output once. Seen with torch's CPU
+kernel in bf16 on 8 ranks: 1.1 times the error of one rank for normal inputs, 1.3 times with four times larger queries.
 """
 
 from __future__ import annotations
