@@ -214,8 +214,10 @@ def _run_plan(options: argparse.Namespace) -> None:
         _write_json(options.json, {"summary": asdict(summarise(placements, times)), "steps": made})
         if options.json == "-":
             return
-    lines = [] if len(placements) == 1 else [*_steps_lines(steps, summarise(placements, times), placements), ""]
-    lines += summary_lines(shown, times[options.step])
+    lines = summary_lines(shown, times[options.step])
+    if len(placements) > 1:
+        over_all = _steps_lines(steps, summarise(placements, times), placements)
+        lines = [*over_all, "", f"step {options.step}: {lines[0]}", *lines[1:]]
     width = shutil.get_terminal_size(fallback=(100, 24)).columns
     print("\n".join([*lines, "", *bar_lines(shown, width, _block(), sys.stdout.isatty())]))
     if options.plot is not None:

@@ -132,8 +132,8 @@ def test_steps_are_reported_with_mean_and_worst(capsys, tmp_path):
     assert "3 steps, 6 sequences, 8,000 tokens a step (the last 100 are left out)" in out
     assert "tokens        25.00% from the mean on average, 50.00% at worst" in out
     assert "both met in 33.3% of the steps; furthest outside in step 0" in out
-    assert "2 sequences, 8,000 tokens, 2,000 to 6,000 each" in out
-    assert "2 sequences, 8,000 tokens, 4,000 to 4,000 each" in run(capsys, *arguments, "--step", 2)[1]
+    assert "\nstep 0: 2 sequences, 8,000 tokens, 2,000 to 6,000 each" in out
+    assert "\nstep 2: 2 sequences, 8,000 tokens, 4,000 to 4,000 each" in run(capsys, *arguments, "--step", 2)[1]
 
 
 def test_overlong_sequences(capsys, tmp_path):

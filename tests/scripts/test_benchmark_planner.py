@@ -54,6 +54,13 @@ def test_a_plan_that_is_not_the_best_is_counted(script, monkeypatch):
     assert measured.optimal < 10 and len(measured.worse) == 10 - measured.optimal
 
 
+def test_the_bound_is_what_the_longest_sequence_forces(script):
+    # Alone on 16 ranks, 8 do everything: twice the mean. Among equals nothing is forced.
+    assert script.attention_bound([4096], 16) == pytest.approx(1.0)
+    assert script.attention_bound([4096], 8) == 0
+    assert script.attention_bound([4096] * 16, 16) == 0
+
+
 @pytest.mark.parametrize("option", ["--batches", "--repeats", "--cases", "--large-batches"])
 def test_nothing_to_measure_is_refused(script, capsys, option):
     with pytest.raises(SystemExit):
