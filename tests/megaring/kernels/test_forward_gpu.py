@@ -14,7 +14,9 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 
-@pytest.mark.parametrize(("name", "run"), list(unit_checks()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "run"), list(unit_checks()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_each_device_layer_alone(name, run):
     for what, error, limit in run():
         assert error <= limit, what
