@@ -180,7 +180,7 @@ def print_speeds(speeds: Sequence[Speed]) -> None:
     """The table of planning times."""
     print(
         "Planning time in ms, 16K tokens a rank (best p95: of the fastest call of each batch; least possible: the\n"
-        "attention imbalance that the longest sequence forces on every plan of that batch, since groups have at most 8 ranks)"
+        "attention imbalance that the longest sequence forces on any plan of that batch: a group has at most 8 ranks)"
     )
     header = (
         "lengths",
