@@ -20,7 +20,6 @@ from buddyring.search.kernels.objective import (
 )
 from buddyring.search.kernels.sort import ascending
 
-MOST_MOVES = 32
 EXTREMES = 2  # ranks looked at per load and end
 CONSIDERED = 4  # sequences looked at per rank
 NONE = np.int64(-1)  # of NumPy, so that Numba takes it for a number like any other
@@ -40,30 +39,34 @@ def repair(t, codes, key, criteria, most_moves):
     tokens, work = np.empty(t.ranks), np.empty(t.ranks)
     users = np.empty(t.offsets[t.levels], dtype=np.int64)
     evaluate(t, codes, tokens, work, users, key)
-    best, trial = np.empty(KEY), np.empty(KEY)
-    best_change = np.empty(4, dtype=np.int64)
+    best, trial, chosen = np.empty(KEY), np.empty(KEY), np.empty(4, dtype=np.int64)
     token_row, work_row = np.empty(t.ranks), np.empty(t.ranks)
     on_rank = np.empty((4 * EXTREMES, CONSIDERED), dtype=np.int64)
+    changes = np.empty((most_changes(len(codes), t.levels), 4), dtype=np.int64)
     for _ in range(most_moves):
         best[:] = key
-        best_change[:] = NONE
+        chosen[0] = NONE
         marked, n_high = mark(tokens, work)
         for m in range(len(marked)):
             hold(t, codes, marked[m], on_rank[m])
-        high, low = marked[:n_high], marked[n_high:]
-        state = (codes, tokens, work, users, key, token_row, work_row, trial, best, best_change, criteria)
+        low, count = marked[n_high:], 0
         for h in range(n_high):
             for a in on_rank[h]:
                 if a != NONE:
-                    move_to_low(t, state, a, high[h], low, on_rank[n_high:])
-                    grow(t, state, a)
+                    count = move_to_low(t, codes, a, marked[h], low, on_rank[n_high:], changes, count)
+                    count = grow(t, codes, a, changes, count)
         for m in range(len(marked)):
-            push_apart(t, state, marked[m])
-        shrink(t, state, low)
-        if best_change[0] == NONE:
+            count = push_apart(t, codes, users, marked[m], changes, count)
+        count = shrink(t, codes, low, changes, count)
+        state = (codes, tokens, work, users, key, token_row, work_row)
+        for c in range(count):
+            if judge(t, state, changes[c], trial, best, criteria):
+                best[:] = trial
+                chosen[:] = changes[c]
+        if chosen[0] == NONE:
             break
         for k in range(0, 4, 2):
-            i, code = best_change[k], best_change[k + 1]
+            i, code = chosen[k], chosen[k + 1]
             if i != NONE:
                 users[codes[i]] -= 1
                 users[code] += 1
@@ -71,6 +74,14 @@ def repair(t, codes, key, criteria, most_moves):
                 add(t, tokens, work, i, code, 1.0)
                 codes[i] = code
         key[:] = best
+
+
+@kernel
+def most_changes(n, levels):
+    """Room for the changes of one round, each a row (sequence, code, sequence or NONE, code)."""
+    by_high_rank = CONSIDERED * (2 * EXTREMES * (levels + CONSIDERED) + 1)
+    by_marked_rank = levels * CONSIDERED * CONSIDERED
+    return 2 * EXTREMES * by_high_rank + 4 * EXTREMES * by_marked_rank + n * levels * 2 * EXTREMES
 
 
 @kernel
@@ -110,9 +121,17 @@ def hold(t, codes, rank, found):
 
 
 @kernel
-def attempt(t, state, i, code_i, j, code_j):
-    """Judge moving ``i`` to ``code_i`` (and ``j`` to ``code_j`` unless NONE); remember it if it is the best so far."""
-    codes, tokens, work, users, key, token_row, work_row, trial, best, best_change, criteria = state
+def put(changes, count, i, code_i, j, code_j):
+    """Write change ``count``: ``i`` to ``code_i`` and, unless it is NONE, ``j`` to ``code_j``. The new count."""
+    changes[count, 0], changes[count, 1], changes[count, 2], changes[count, 3] = i, code_i, j, code_j
+    return count + 1
+
+
+@kernel
+def judge(t, state, change, trial, best, criteria):
+    """Whether a change makes a key, left in ``trial``, better than ``best``. Everything else stays as it is."""
+    codes, tokens, work, users, key, token_row, work_row = state
+    i, code_i, j, code_j = change[0], change[1], change[2], change[3]
     trial[:DISTINCT] = key[:DISTINCT]
     recost(t, trial, i, codes[i], code_i)
     if j != NONE:
@@ -121,7 +140,7 @@ def attempt(t, state, i, code_i, j, code_j):
         trial[EXCESS] = trial[VIOLATION] = 0.0
         sign = compare(trial, best, DISTINCT)
         if sign > 0 or (sign == 0 and criteria <= DISTINCT):
-            return
+            return False
     token_row[:] = tokens
     work_row[:] = work
     add(t, token_row, work_row, i, codes[i], -1.0)
@@ -131,21 +150,19 @@ def attempt(t, state, i, code_i, j, code_j):
         add(t, token_row, work_row, j, code_j, 1.0)
     trial[EXCESS], trial[VIOLATION], trial[WORK_IMBALANCE], trial[TOKEN_IMBALANCE] = balance(t, token_row, work_row)
     if compare(trial, best, min(criteria, DISTINCT)) > 0:
-        return
+        return False
     users[codes[i]] -= 1
     users[code_i] += 1
     if j != NONE:
         users[codes[j]] -= 1
         users[code_j] += 1
     trial[DISTINCT] = np.sum(users > 0)
-    if compare(trial, best, criteria) < 0:
-        best[:] = trial
-        best_change[0], best_change[1], best_change[2], best_change[3] = i, code_i, j, code_j
     users[codes[i]] += 1
     users[code_i] -= 1
     if j != NONE:
         users[codes[j]] += 1
         users[code_j] -= 1
+    return compare(trial, best, criteria) < 0
 
 
 @kernel
@@ -156,58 +173,59 @@ def recost(t, key, i, before, after):
 
 
 @kernel
-def move_to_low(t, state, a, high, low, on_low):
+def move_to_low(t, codes, a, high, low, on_low, changes, count):
     """Sequence ``a``, on rank ``high``: to the low-load ranks, in exchange for a sequence of theirs or without."""
-    codes = state[0]
     level_a = t.level_of[codes[a]]
     for m in range(len(low)):
         for level in range(level_a + 1):
             code = t.offsets[level] + (low[m] >> level)
             if code != codes[a]:
-                attempt(t, state, a, code, NONE, NONE)
+                count = put(changes, count, a, code, NONE, NONE)
         if level_a == 0 and low[m] != high:
             for b in on_low[m]:
                 if b != NONE and t.level_of[codes[b]] == 0:
-                    attempt(t, state, a, codes[b], b, codes[a])
+                    count = put(changes, count, a, codes[b], b, codes[a])
+    return count
 
 
 @kernel
-def grow(t, state, a):
+def grow(t, codes, a, changes, count):
     """Sequence ``a`` to the group that its own is half of."""
-    code = state[0][a]
+    code = codes[a]
     level = t.level_of[code] + 1
     if level < t.levels and t.legal[a, level]:
-        attempt(t, state, a, t.offsets[level] + (t.start_of[code] >> level), NONE, NONE)
+        count = put(changes, count, a, t.offsets[level] + (t.start_of[code] >> level), NONE, NONE)
+    return count
 
 
 @kernel
-def push_apart(t, state, rank):
+def push_apart(t, codes, users, rank, changes, count):
     """Of each group that holds ``rank``: any two of its longest sequences, one into each half."""
-    codes, users = state[0], state[3]
     members = np.empty(CONSIDERED, dtype=np.int64)
     for level in range(1, t.levels):
         code = t.offsets[level] + (rank >> level)
         if users[code] < 2:
             continue
-        count = 0
+        found = 0
         for i in range(len(codes)):
             if codes[i] == code:
-                members[count] = i
-                count += 1
-                if count == CONSIDERED:
+                members[found] = i
+                found += 1
+                if found == CONSIDERED:
                     break
         left = t.offsets[level - 1] + (t.start_of[code] >> (level - 1))
-        for a in range(count):
-            for b in range(count):
+        for a in range(found):
+            for b in range(found):
                 if a != b:
-                    attempt(t, state, members[a], left, members[b], left + 1)
+                    count = put(changes, count, members[a], left, members[b], left + 1)
+    return count
 
 
 @kernel
-def shrink(t, state, low):
+def shrink(t, codes, low, changes, count):
     """Every split sequence: to the smaller groups that hold a low-load rank."""
-    codes = state[0]
     for i in range(len(codes)):
         for level in range(t.level_of[codes[i]]):
             for r in low:
-                attempt(t, state, i, t.offsets[level] + (r >> level), NONE, NONE)
+                count = put(changes, count, i, t.offsets[level] + (r >> level), NONE, NONE)
+    return count
