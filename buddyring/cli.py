@@ -73,7 +73,11 @@ def _fail(message: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command and its two subcommands."""
-    parser = argparse.ArgumentParser(prog="buddyring", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="buddyring",
+        description="Plan the placement of a list of sequence lengths, or compare the schedulers on it.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(required=True, metavar="{plan,compare}")
     plan_command = _add_command(commands, "plan", _run_plan, "place the sequences and show the load of every rank")
     group = plan_command.add_argument_group("scheduler and output")
