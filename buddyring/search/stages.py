@@ -18,6 +18,7 @@ from buddyring.search.tables import NUM_CLASSES, Tables
 STRUCTURAL = 0.5  # kappa from which a sequence is structural
 SMALL_RANKS = 8  # the paper's settings hold up to here; more ranks get less effort each, so that time stays in bounds
 BEAM_WIDTH = 64
+LONG_BEAM = 32  # sequences; a beam over more of them is narrower, so that no stage takes long
 REFINED = 8  # placements that get local repair
 REPAIR_MOVES = 32
 SMALL_PLACEMENTS = 1 << 18  # steps with no more placements than this are decided exactly
@@ -107,7 +108,8 @@ def least_violation(t: Tables) -> float:
 def run_stage(t: Tables, stage: Stage) -> Found:
     """Beam, fillers, and local repair of the best few."""
     share = max(1, t.ranks // SMALL_RANKS)
-    heads = beam(t, stage.allowed, stage.count, BEAM_WIDTH // min(share, 8), SMALL_RANKS if share < 4 else 4)
+    width = BEAM_WIDTH * LONG_BEAM // max(LONG_BEAM, stage.count)
+    heads = beam(t, stage.allowed, stage.count, max(8, width // share), SMALL_RANKS if share < 4 else 4)
     codes, keys = complete(t, heads)
     refined = [Found(codes[state], keys[state]) for state in np.lexsort(keys.T[::-1])[: max(2, REFINED // share)]]
     for found in refined:
