@@ -174,7 +174,7 @@ def test_capacity_is_packed_where_balancing_attention_would_overflow():
 def test_capacity_errors_name_what_does_not_fit():
     with pytest.raises(CapacityError, match="9000 tokens do not fit 4 ranks of 2000 tokens"):
         plan([5000, 4000], 4, capacity=2000)
-    with pytest.raises(CapacityError, match="9000 tokens do not fit .*whole multiples of 512: 2048"):
+    with pytest.raises(CapacityError, match=r"9000 tokens do not fit .*whole multiples of 512: 2048"):
         plan([5000, 4000], 4, capacity=2200, rank_multiple=512)
     with pytest.raises(CapacityError, match="sequence 1 of 5000 tokens fits in no group of at most 2 ranks of 2000"):
         plan([100, 5000], 4, capacity=2000, max_group=2)
