@@ -6,8 +6,6 @@ the name of the option and with the remedy. Every rank computes the same answer 
 
 from __future__ import annotations
 
-import importlib.util
-
 from megaring.errors import UserError
 from megaring.megatron.config import ModelConfig, ParallelConfig, TrainConfig
 
@@ -52,9 +50,9 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig) -> None:
             "with tensor parallelism the rows are split over its ranks; drop the flag",
         ),
         (
-            model.moe_grouped_gemm and importlib.util.find_spec("transformer_engine") is None,
+            model.moe_grouped_gemm and bool(model.hidden_size % 8 or model.moe_ffn_hidden_size % 8),
             "--moe-grouped-gemm",
-            "it needs transformer-engine, which is not installed; install it or drop the flag",
+            "its rows must be multiples of 16 bytes; make --hidden-size and --moe-ffn-hidden-size multiples of 8",
         ),
     ]
     for asked, option, reason in refusals:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -13,8 +16,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megaring.megatron.config import ModelConfig
 from megaring.megatron.core_attention import MegaRingAttention
+from megaring.megatron.experts import GroupedExperts
 from megaring.megatron.norm import RMSNorm
-from megaring.megatron.router import use_domain_router
+from megaring.megatron.router import DomainRouter
 
 
 def use_transformer_engine() -> bool:
@@ -23,7 +27,8 @@ def use_transformer_engine() -> bool:
 
 
 def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """The spec of one layer: stock modules, except core attention, router and, without Transformer Engine, norms.
+    """The spec of one layer: stock modules, except core attention, router and, without Transformer Engine, norms and
+    grouped experts.
 
     The Transformer Engine variant follows the same interfaces but has not been run: no machine with it was at hand.
     """
@@ -44,8 +49,18 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.self_attention.submodules.core_attention = MegaRingAttention
     if model.num_experts is not None:
-        use_domain_router(spec.submodules.mlp)
+        parts = _expert_layer_parts(spec.submodules.mlp)
+        parts.router = DomainRouter
+        if model.moe_grouped_gemm and not use_transformer_engine():
+            parts.experts = functools.partial(GroupedExperts, **parts.experts.keywords)
     return spec
+
+
+def _expert_layer_parts(mlp: Any) -> Any:
+    """The ``MoESubmodules`` of the expert layer that a layer spec's ``mlp`` builds."""
+    if not isinstance(mlp, functools.partial):
+        raise TypeError(f"the spec of an expert layer is a functools.partial in megatron-core 0.19, not {type(mlp)}")
+    return mlp.keywords["submodules"]
 
 
 def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:

@@ -23,7 +23,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
             "moe_z_loss_coeff": model.moe_z_loss_coeff,
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": model.moe_grouped_gemm,
+            "moe_grouped_gemm": model.moe_grouped_gemm and engine,  # spec.layer_spec has its own without the engine
             "moe_permute_fusion": engine,
         }
     recompute = {}

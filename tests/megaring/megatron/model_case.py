@@ -85,7 +85,7 @@ class Case:
         """The same microbatches, of all replicas one after the other, on one process with nothing switched on."""
         return Case(
             (tuple(batch for replica in self.replicas for batch in replica),),
-            model=replace(self.model, recompute_granularity=None),
+            model=replace(self.model, recompute_granularity=None, moe_grouped_gemm=False),
             steps=self.steps,
             train=self.train,
         )

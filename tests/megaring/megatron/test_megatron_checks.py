@@ -36,6 +36,7 @@ def refuse(message, model=DENSE, parallel=ALONE, train=TRAIN, world_size=1):
             "--moe-token-dispatcher-type allgather is not supported.*alltoall",
         ),
         ({"moe_router_load_balancing_type": "seq_aux_loss"}, "--moe-router-load-balancing-type seq_aux_loss"),
+        ({"moe_grouped_gemm": True, "moe_ffn_hidden_size": 36}, "--moe-grouped-gemm is not supported.*multiples of 8"),
         ({"moe_router_topk": 5}, "--moe-router-topk 5 exceeds --num-experts 4"),
         ({"moe_router_topk": 1}, "--moe-router-topk 1"),
         ({"num_query_groups": 3}, "--num-attention-heads 8 is not a multiple of --num-query-groups 3"),

@@ -30,6 +30,11 @@ LAYOUTS = {
     "cp4": Case(((MIXED,),), layout(**CP4)),
     "cp4-ep2": Case(((MIXED, SECOND, EMPTY_RANK),), layout(**CP4, expert_model_parallel_size=2)),
     "cp4-ep4": Case(((MIXED,),), layout(**CP4, expert_model_parallel_size=4)),
+    "cp4-ep2-grouped-experts": Case(
+        ((MIXED, EMPTY_RANK),),
+        layout(**CP4, expert_model_parallel_size=2),
+        model=replace(MODEL, moe_grouped_gemm=True),
+    ),
     "cp4-ep2-recompute": Case(
         ((MIXED, SECOND, EMPTY_RANK),),
         layout(**CP4, expert_model_parallel_size=2),
