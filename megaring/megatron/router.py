@@ -12,6 +12,7 @@ the step's target tokens at the end (``calculate_per_token_loss``).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -87,3 +88,10 @@ class DomainRouter(TopKRouter):
         loss = squares.sum()
         self._note(1, loss)
         return MoEAuxLossAutoScaler.apply(logits, loss * coeff)
+
+
+def use_domain_router(mlp: Any) -> None:
+    """Make the expert layer that ``mlp`` builds (a layer spec's ``mlp``) use ``DomainRouter``."""
+    if not isinstance(mlp, functools.partial):
+        raise TypeError(f"the spec of an expert layer is a functools.partial in megatron-core 0.19, not {type(mlp)}")
+    mlp.keywords["submodules"].router = DomainRouter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -18,7 +17,7 @@ from megaring.megatron.config import ModelConfig
 from megaring.megatron.core_attention import MegaRingAttention
 from megaring.megatron.experts import GroupedExperts
 from megaring.megatron.norm import RMSNorm
-from megaring.megatron.router import DomainRouter
+from megaring.megatron.router import use_domain_router
 
 
 def use_transformer_engine() -> bool:
@@ -49,18 +48,11 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.self_attention.submodules.core_attention = MegaRingAttention
     if model.num_experts is not None:
-        parts = _expert_layer_parts(spec.submodules.mlp)
-        parts.router = DomainRouter
+        use_domain_router(spec.submodules.mlp)
         if model.moe_grouped_gemm and not use_transformer_engine():
+            parts = spec.submodules.mlp.keywords["submodules"]
             parts.experts = functools.partial(GroupedExperts, **parts.experts.keywords)
     return spec
-
-
-def _expert_layer_parts(mlp: Any) -> Any:
-    """The ``MoESubmodules`` of the expert layer that a layer spec's ``mlp`` builds."""
-    if not isinstance(mlp, functools.partial):
-        raise TypeError(f"the spec of an expert layer is a functools.partial in megatron-core 0.19, not {type(mlp)}")
-    return mlp.keywords["submodules"]
 
 
 def block_spec(model: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
