@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megaring.errors import UserError
 from megaring.megatron import cpu
 from megaring.megatron.config import ParallelConfig
 
@@ -25,6 +26,9 @@ def start(parallel: ParallelConfig, *, seed: int) -> torch.device:
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     device = torch.device("cpu")
     if not cpu.install():
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise UserError(f"{here} processes for {gpus} GPUs on this machine; start at most one for each")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -121,13 +121,14 @@ class TrainStep:
             self.scheduler.step(1)
         summed_over = max(tokens, 1) * self.model.num_layers
         has_experts = self.model.num_experts is not None
+        balanced = has_experts and self.model.moe_router_load_balancing_type == "aux_loss"
         return StepReport(
             loss=0.0 if skipped else loss / targets,
             target_tokens=int(targets),
             tokens=int(tokens),
             sum_squared_lengths=int(squares),
             grad_norm=grad_norm,
-            aux_loss=aux / summed_over if has_experts and self.model.moe_aux_loss_coeff else None,
+            aux_loss=aux / summed_over if balanced and self.model.moe_aux_loss_coeff else None,
             z_loss=z / summed_over if has_experts and self.model.moe_z_loss_coeff else None,
             learning_rate=learning_rate,
             skipped=skipped,
