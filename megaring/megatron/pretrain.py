@@ -100,7 +100,8 @@ class _Trainer:
             self._report_step(report, microbatches, time.perf_counter() - started)
             if self.done % options.eval_interval == 0 or self.done == last:
                 self._evaluate()
-            if self.done == last or (options.save_interval and self.done % options.save_interval == 0):
+            due = options.save_interval and self.done % options.save_interval == 0
+            if due or (self.done == last and options.save_last):
                 self._save()
         if self._placed:
             share = self._mixed / self._placed
