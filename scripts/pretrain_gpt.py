@@ -4,9 +4,11 @@ torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --recipe recipes/tiny_cpu.ya
 """
 
 import os
+import shlex
 import sys
 import warnings
 
+from megaring.errors import UserError
 from megaring.failure import fail
 from megaring.preflight import preflight
 from megaring.recipe import parse
@@ -17,6 +19,8 @@ PROGRAM = "pretrain_gpt.py"
 def main() -> None:
     """Check everything that can be checked without torch, then train."""
     try:
+        if "RANK" not in os.environ and not {"-h", "--help"} & set(sys.argv):
+            raise UserError(f"start it with torchrun: torchrun --nproc-per-node 4 {shlex.join(sys.argv)}")
         run = preflight(parse(sys.argv[1:]), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except Exception as error:  # the same on every rank, so one of them says it
         fail(PROGRAM, error, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
