@@ -25,10 +25,10 @@ def main() -> None:
     except Exception as error:  # the same on every rank, so one of them says it
         fail(PROGRAM, error, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
     try:
-        with warnings.catch_warnings():
-            # Optional packages that are missing, once per rank and module: 'megaring doctor' says it better.
-            warnings.simplefilter("ignore")
-            from megaring.megatron.pretrain import pretrain
+        # Missing optional packages and deprecations of its own, once per rank: 'megaring doctor' says it better.
+        warnings.filterwarnings("ignore", module="megatron")
+        warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+        from megaring.megatron.pretrain import pretrain
 
         pretrain(run)
     except Exception as error:

