@@ -1,4 +1,4 @@
-"""``python -m megaring.build``: compile every kernel ahead of its first use, and show what the compiler made of it."""
+"""``megaring build``: compile every kernel ahead of its first use, and show what the compiler made of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from megaring.kernels.compile import Built, CompileError, build
 from megaring.kernels.specialisations import every_specialisation
+
+DESCRIPTION = "Compile every GPU kernel ahead of its first use. Needs neither a GPU nor a compiler on this machine."
 
 
 def build_all(folder: Path | None = None, workers: int = 2) -> list[Built]:
@@ -42,12 +44,21 @@ def table(builds: Sequence[Built]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, print the table, and return 1 when something is not good enough."""
-    parser = argparse.ArgumentParser(prog="megaring build", description="Compile every kernel ahead of its first use.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that ``run`` reads."""
     parser.add_argument("--folder", type=Path, help="where to keep the compiled kernels (default: the user's cache)")
     parser.add_argument("--workers", type=int, default=2, help="compilations at a time")
-    options = parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m megaring.build``: the same as ``megaring build``."""
+    parser = argparse.ArgumentParser(prog="megaring build", description=DESCRIPTION, allow_abbrev=False)
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build, print the table, and return 1 when something is not good enough."""
     try:
         builds = build_all(options.folder, options.workers)
     except (CompileError, TimeoutError) as error:

@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megaring import build
 from megaring.doctor import examine, report_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="megaring", description="The megaring command.", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="{doctor}")
+    commands = parser.add_subparsers(required=True, metavar="{doctor,build}")
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can run, and why not more",
@@ -21,6 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
+    builder = commands.add_parser(
+        "build",
+        help="compile the GPU kernels ahead of their first use",
+        description=build.DESCRIPTION,
+        allow_abbrev=False,
+    )
+    build.add_arguments(builder)
+    builder.set_defaults(run=build.run)
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -161,7 +161,10 @@ def _detail(name: str, facts: Mapping[str, Any]) -> str:
         built = f"CUDA {facts['cuda_build']}" if facts["cuda_build"] else "CPU only"
         return f"built for {built}; NCCL {facts['nccl'] or 'no'}, gloo {'yes' if facts['gloo'] else 'no'}"
     if name == "nvrtc":
-        return f"NVRTC {facts['nvrtc']}, {'compiles' if facts['hopper'] else 'does not compile'} for Hopper"
+        compiles = "compiles" if facts["hopper"] else "does not compile"
+        built = f"{facts['built']} of {facts['kernels']} kernels are built"
+        hint = "" if facts["built"] == facts["kernels"] or not facts["hopper"] else " (megaring build makes the rest)"
+        return f"NVRTC {facts['nvrtc']}, {compiles} for Hopper; {built}{hint}"
     if name == "apex":
         return "NVIDIA's" + ("" if facts["extensions"] else ", without its CUDA extensions")
     if name == "numba":

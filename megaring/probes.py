@@ -82,9 +82,12 @@ def parse_topology(text: str) -> list[str]:
 
 
 def nvrtc_facts() -> dict[str, Any]:
-    """The run-time compiler: its version and whether it makes code for Hopper (``sm_90a``)."""
+    """The run-time compiler: its version, whether it makes code for Hopper (``sm_90a``), and how many kernels are built."""
     facts = package("cuda.bindings.nvrtc", "cuda-bindings")
     from cuda.bindings import nvrtc
+
+    from megaring.kernels.compile import is_built
+    from megaring.kernels.specialisations import every_specialisation
 
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -92,6 +95,9 @@ def nvrtc_facts() -> dict[str, Any]:
     facts["nvrtc"] = f"{major}.{minor}"
     _, architectures = nvrtc.nvrtcGetSupportedArchs()
     facts["hopper"] = 90 in architectures
+    kernels = every_specialisation()
+    facts["kernels"] = len(kernels)
+    facts["built"] = sum(is_built(each) for each in kernels)
     return facts
 
 
@@ -121,7 +127,7 @@ def attention_facts() -> dict[str, Any]:
 
     from buddyring import Placement
     from megaring.attention import attention
-    from megaring.backends import MODULES, PREFERENCE, Request
+    from megaring.backends import MODULES, PENDING, PREFERENCE, Request
     from megaring.backends.local import FAMILIES
     from megaring.device_shards import to_device
 
@@ -134,7 +140,7 @@ def attention_facts() -> dict[str, Any]:
     backends: dict[str, str | None] = {}
     for name in PREFERENCE:
         if name not in MODULES:
-            backends[name] = "not available in this version"
+            backends[name] = PENDING[name]
             continue
         backends[name] = importlib.import_module(MODULES[name]).refusal(request)
         if backends[name] is None:

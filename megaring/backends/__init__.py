@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megaring.device_shards import DeviceShards
 
 PREFERENCE = ("fused", "ring", "reference")
+# Those that cannot be chosen yet, and why.
+PENDING = {"fused": "its forward kernel is verified on one GPU, but it is not yet a backend to choose"}
 MODULES = {"ring": "megaring.backends.ring", "reference": "megaring.backends.reference"}
 
 
@@ -55,7 +57,7 @@ def choose(name: str, request: Request) -> Choice:
     refusals = []
     for candidate in PREFERENCE if name == "auto" else (name,):
         if candidate not in MODULES:
-            refusals.append(f"{candidate}: not available in this version")
+            refusals.append(f"{candidate}: {PENDING[candidate]}")
             continue
         module = importlib.import_module(MODULES[candidate])
         reason = module.refusal(request)

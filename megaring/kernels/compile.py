@@ -84,6 +84,12 @@ def build(specialisation: Specialisation, *, folder: Path | None = None, lock_se
     return Built(specialisation, cubin, parse_log(log), cached=False, seconds=seconds)
 
 
+def is_built(specialisation: Specialisation, *, folder: Path | None = None) -> bool:
+    """Whether the cubin is in the cache already. Raises CompileError when NVRTC cannot be loaded."""
+    folder = default_cache() if folder is None else folder
+    return (folder / f"{cache_key(specialisation)}.cubin").exists()
+
+
 def cache_key(specialisation: Specialisation) -> str:
     """Hash of everything that decides the cubin."""
     digest = hashlib.sha256()

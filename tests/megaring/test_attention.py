@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megaring
 from buddyring import Placement
+from megaring.backends import MODULES, PENDING, PREFERENCE
 
 BACKENDS = ("ring", "reference")
 MIXED = CASES["4 ranks, mixed"]
@@ -238,7 +239,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tensors, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fused"}, "fused: not available in this version"),
+        ({"backend": "fused"}, "fused: .* verified on one GPU, but it is not yet a backend to choose"),
         ({"backend": "flash"}, "backend 'flash' is unknown; choose one of auto, fused, ring, reference"),
         ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
         ({"softmax_scale": -1.0}, "softmax_scale is -1.0; it must be positive"),
@@ -247,6 +248,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tensors, error, message):
 def test_options_that_cannot_work_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         megaring.attention(*qkv(14), one_rank(), **options)
+
+
+def test_every_backend_is_there_or_says_why_not():
+    assert set(PREFERENCE) == set(MODULES) | set(PENDING) and not set(MODULES) & set(PENDING)
 
 
 def test_shards_are_checked():
@@ -349,7 +354,7 @@ def test_the_choice_is_logged_once(caplog):
         for _ in range(3):
             megaring.attention(*qkv(14), shards)
     said = [record.message for record in caplog.records if "attention backend" in record.message]
-    assert said == ["attention backend: ring (not fused: not available in this version)"]
+    assert said == [f"attention backend: ring (not fused: {PENDING['fused']})"]
 
 
 def test_import_is_light_and_the_name_is_the_function_however_it_was_imported():

@@ -88,6 +88,16 @@ def test_a_broken_torch_is_reported_and_not_raised(fake, source, words):
     assert words in found.detail
 
 
+def test_the_compiler_tells_how_many_kernels_are_built():
+    facts = {"state": "ok", "version": "13.0.3", "nvrtc": "13.0", "hopper": True, "kernels": 8}
+    assert (
+        interpret("nvrtc", {**facts, "built": 8}).detail == "NVRTC 13.0, compiles for Hopper; 8 of 8 kernels are built"
+    )
+    assert interpret("nvrtc", {**facts, "built": 0}).detail.endswith(
+        "0 of 8 kernels are built (megaring build makes the rest)"
+    )
+
+
 def test_an_import_that_never_ends_is_given_up(fake):
     fake("torch", "import time; time.sleep(100)")
     assert look("torch", timeout=1).detail == "its import did not end within 1 s"

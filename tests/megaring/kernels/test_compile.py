@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sass import disassemble, most_registers
 
+from megaring import cli
 from megaring.build import faults, main, table
 from megaring.kernels import compile as compiler
-from megaring.kernels.compile import Built, CompileError, Report, build, cache_key, parse_log
+from megaring.kernels.compile import Built, CompileError, Report, build, cache_key, is_built, parse_log
 from megaring.kernels.specialisations import Specialisation, every_specialisation, forward, unit_kernels
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216  # csrc/forward_layout.cuh
@@ -66,7 +67,9 @@ def test_signal_words_have_system_scope(cubins, tmp_path):
 
 
 def test_a_second_build_comes_from_the_cache(tmp_path):
+    assert not is_built(SMALL, folder=tmp_path)
     first, second = build(SMALL, folder=tmp_path), build(SMALL, folder=tmp_path)
+    assert is_built(SMALL, folder=tmp_path)
     assert (first.cached, second.cached) == (False, True)
     assert (first.cubin, first.report) == (second.cubin, second.report)
     assert {path.suffix for path in tmp_path.iterdir()} == {".cubin", ".log", ".lock"}, "a temporary file was left"
@@ -143,6 +146,22 @@ def test_the_build_command_prints_a_table_and_fails_on_faults(monkeypatch, capsy
     monkeypatch.setattr("megaring.build.build", lambda each, folder: Built(SMALL, b"", parse_log(LOG), False, 1.0))
     assert main([]) == 1
     assert table([good]).splitlines()[1].split() == ["14", "0", str(SMALL.shared_bytes), "2", "cached", "unit_tma_2d"]
+
+
+def test_megaring_build_is_the_same_command(monkeypatch, capsys, tmp_path):
+    folders = set()
+
+    def fake(each, folder):
+        folders.add(folder)
+        return Built(each, b"12", Report(14, 0, 0, 0, ()), True, 0.0)
+
+    monkeypatch.setattr("megaring.build.build", fake)
+    assert cli.main(["build", "--folder", str(tmp_path)]) == 0
+    assert folders == {tmp_path}
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(every_specialisation())
+    with pytest.raises(SystemExit):
+        cli.main(["build", "--fold", str(tmp_path)])  # no abbreviations
+    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_head_dimensions_outside_the_kernel_are_refused():
