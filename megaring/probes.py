@@ -82,7 +82,7 @@ def parse_topology(text: str) -> list[str]:
 
 
 def nvrtc_facts() -> dict[str, Any]:
-    """The run-time compiler: its version, whether it makes code for Hopper (``sm_90a``), and how many kernels are built."""
+    """The run-time compiler: its version, whether it makes code for Hopper (``sm_90a``), and what it built so far."""
     facts = package("cuda.bindings.nvrtc", "cuda-bindings")
     from cuda.bindings import nvrtc
 
