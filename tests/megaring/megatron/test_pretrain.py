@@ -58,8 +58,9 @@ def test_the_whole_path_gives_the_gradient_of_one_process(pool, corpora, one_pro
         ["--expert-model-parallel-size", "2", "--num-microbatches", "2"],
         ["--expert-model-parallel-size", "4", "--use-distributed-optimizer"],
         ["--context-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"],
+        ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--num-microbatches", "2"],
     ],
-    ids=["experts", "distributed-optimizer", "replicas"],
+    ids=["experts", "distributed-optimizer", "replicas", "pipeline-tensor"],
 )
 def test_a_resumed_run_repeats_the_losses_digit_for_digit(pool, corpora, tmp_path, layout):
     argv = [
