@@ -12,8 +12,8 @@ from megaring.backends import Request
 from megaring.device_shards import DeviceShards
 from megaring.kernels.arena import ArenaLayout, LocalDomain
 from megaring.kernels.forward_plan import plan_forward
-from megaring.kernels.megaring_forward import DevicePlan, RankCall, megaring_forward
-from megaring.kernels.megaring_forward import to_device as plan_to_device
+from megaring.kernels.megaring_forward import to_device
+from megaring.kernels.ops import Site
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,31 +39,20 @@ def refusal(request: Request) -> str | None:
 
 def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[t, Hq, D]`` and LSE ``[t, Hq]`` of a request that ``refusal`` takes."""
-    q, k, v = (_addressable(x.detach()) for x in (request.q, request.k, request.v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if len(q):
-        plan = request.shards.derive(_plan, request.causal)
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        megaring_forward(
-            _domain(q.device, stream), [RankCall(plan, q, k, v, out, lse)], softmax_scale=request.softmax_scale
-        )
-    return out, lse
+    stream = torch.cuda.current_stream(request.q.device).cuda_stream
+    site = request.shards.derive(_site, request.causal, stream)
+    return torch.ops.megaring.forward(
+        request.q.detach(), request.k.detach(), request.v.detach(), site.number, request.softmax_scale
+    )
 
 
-def _plan(shards: DeviceShards, causal: bool) -> DevicePlan:
+def _site(shards: DeviceShards, causal: bool, stream: int) -> Site:
     # Nothing is split, so each rank is a domain of its own.
     plan = dataclasses.replace(plan_forward(shards.shards, causal=causal), rank=0, ranks=1)
-    return plan_to_device(plan, shards.device)
+    return Site(to_device(plan, shards.device), _domain(shards.device, stream))
 
 
 @functools.cache
 def _domain(device: torch.device, stream: int) -> LocalDomain:
     """The queue's words, which only one stream may use at a time."""
     return LocalDomain(1, ArenaLayout(tiles=0, kv_heads=1, head_dim=64), device)
-
-
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` where the copy engine can address it (contiguous columns, 16-byte start and strides), else a copy."""
-    fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()

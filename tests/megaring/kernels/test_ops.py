@@ -1,0 +1,169 @@
+"""The operator without a GPU: what it passes to the launcher, its fake implementation, graphs that hold it."""
+
+import gc
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from buddyring.placement import Placement
+from megaring.backends import fused
+from megaring.device_shards import to_device as shards_to_device
+from megaring.errors import UserError
+from megaring.kernels import ops
+from megaring.kernels.forward_plan import plan_forward
+from megaring.kernels.megaring_forward import to_device
+from megaring.kernels.ops import Site
+
+CPU = torch.device("cpu")
+ROWS = 48
+forward = torch.ops.megaring.forward
+
+
+@pytest.fixture
+def site():
+    plan = plan_forward(Placement.from_groups([30, 15], 1, [(0, 1), (0, 1)], rank_multiple=16).shards(0))
+    assert plan.rows == ROWS
+    return Site(to_device(plan, CPU), domain="domain")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Runs the operator on CPU tensors, with a launcher that notes what it gets and writes known values."""
+    seen = []
+
+    def launch(domain, calls, *, softmax_scale):
+        (call,) = calls
+        seen.append((domain, call, softmax_scale))
+        call.out.copy_(call.q * softmax_scale)
+        call.lse.copy_(call.q[:, :, 0])
+
+    monkeypatch.setattr(ops, "megaring_forward", launch)
+    with torch.library._scoped_library("megaring", "IMPL") as library:
+        library.impl("forward", ops.attend, "CPU")
+        yield seen
+
+
+def tensors(device="cpu", dtype=torch.bfloat16):
+    return [torch.randn(ROWS, heads, 64, device=device).to(dtype) for heads in (4, 2, 2)]
+
+
+def test_a_call_reaches_the_launcher(site, launches):
+    q, k, v = tensors()
+    out, lse = forward(q, k, v, site.number, 0.5)
+    ((domain, call, scale),) = launches
+    assert (domain, call.plan, scale) == ("domain", site.plan, 0.5)
+    assert [x.data_ptr() for x in (call.q, call.k, call.v)] == [x.data_ptr() for x in (q, k, v)]
+    assert torch.equal(out, q * 0.5) and torch.equal(lse, q[:, :, 0].float())
+
+
+@pytest.mark.parametrize("what", ["columns", "start", "stride"])
+def test_inputs_that_the_copy_engine_cannot_address_are_copied(site, launches, what):
+    _, k, v = tensors()
+    q = {
+        "columns": torch.randn(ROWS, 64, 4).bfloat16().transpose(1, 2),
+        "start": torch.randn(ROWS * 4 * 64 + 1).bfloat16()[1:].view(ROWS, 4, 64),
+        "stride": torch.randn(ROWS, 4, 65).bfloat16()[:, :, :64],
+    }[what]
+    out, _ = forward(q, k, v, site.number, 0.5)
+    passed = launches[0][1].q
+    assert passed.is_contiguous() and passed.data_ptr() % 16 == 0 and torch.equal(passed, q)
+    assert out.is_contiguous() and torch.equal(out, q * 0.5)
+
+
+def test_a_rank_without_rows_launches_nothing(site, launches):
+    empty = [x[:0] for x in tensors()]
+    out, lse = forward(*empty, site.number, 0.5)
+    assert (out.shape, lse.shape, launches) == ((0, 4, 64), (0, 4), [])
+
+
+def test_a_site_that_is_gone_is_named(launches):
+    plan = plan_forward(Placement.from_groups([48], 1, [(0, 1)]).shards(0))
+    number = Site(to_device(plan, CPU), domain=None).number
+    gc.collect()
+    with pytest.raises(UserError, match=f"attention site {number} is gone; keep its shards"):
+        forward(*tensors(), number, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fake_has_the_shapes_of_the_real_one(site, dtype):
+    with FakeTensorMode():
+        q, k, v = tensors("cuda", dtype)
+        out, lse = forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, site.number, 0.5)
+    assert (out.shape, out.dtype, out.device.type, out.is_contiguous()) == ((ROWS, 4, 64), dtype, "cuda", True)
+    assert (lse.shape, lse.dtype, lse.device.type) == ((ROWS, 4), torch.float32, "cuda")
+
+
+def test_the_registration_is_consistent(site, launches):
+    results = torch.library.opcheck(
+        forward.default, (*tensors(), site.number, 0.5), test_utils=("test_schema", "test_faketensor")
+    )
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_a_graph_holds_the_call_whole(site, launches):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(q, k, v):
+        out, lse = forward(q * 2, k, v, site.number, 0.5)
+        return out + 1, lse
+
+    q, k, v = tensors()
+    compiled = torch.compile(layer, backend=keep, fullgraph=True)
+    out, _ = compiled(q, k, v)
+    assert torch.equal(out, q + 1)
+    (graph,) = graphs
+    assert [node.target for node in graph.graph.nodes if node.target == forward] == [forward]
+    assert len(launches) == 1, "compiling launched something"
+
+
+def test_new_steps_do_not_recompile_forever(site, launches):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda q, k, v, number: forward(q, k, v, number, 0.5)[0], backend=keep, fullgraph=True)
+    sites = [site, *(Site(site.plan, f"domain {step}") for step in range(3))]
+    for each in sites:
+        compiled(*tensors(), each.number)
+    assert len(graphs) == 2, "the second step makes the number a variable, the others use that graph"
+    assert [domain for domain, _, _ in launches] == ["domain", "domain 0", "domain 1", "domain 2"]
+
+
+def test_a_graph_survives_functionalisation(site, launches):
+    def layer(q, k, v):
+        return forward(q * 2, k, v, site.number, 0.5)[0] + 1
+
+    q, k, v = tensors()
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(q, k, v), q + 1)
+
+
+def test_a_gradient_is_an_error_and_not_a_zero(site, launches):
+    q, k, v = tensors()
+    out, _ = forward(q.requires_grad_(), k, v, site.number, 0.5)
+    with pytest.raises(NotImplementedError, match=r"no backward yet; call it under torch\.no_grad"):
+        out.sum().backward()
+
+
+def test_the_backend_keeps_one_site_for_all_layers(launches, monkeypatch):
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(fused, "_domain", lambda device, stream: (device, stream))
+    placement = Placement.from_groups([30, 15], 2, [(1, 1), (1, 1)], rank_multiple=16)
+    shards = shards_to_device(placement.shards(1), CPU)
+    q, k, v = tensors()
+    request = fused.Request(q, k, v, shards, None, 0.25, True, False)
+    out, lse = fused.attend(request)
+    fused.attend(request)
+    (domain, first, scale), (_, second, _) = launches
+    assert (domain, scale, first.plan) == ((CPU, 7), 0.25, second.plan)
+    assert (first.plan.plan.rank, first.plan.plan.ranks, first.plan.plan.tokens) == (0, 1, 45)
+    assert torch.equal(out, q * 0.25) and lse.shape == (ROWS, 4)
