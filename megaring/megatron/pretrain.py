@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -200,7 +201,7 @@ class _Trainer:
             "tokens_per_s": report.tokens / seconds,
             "tflops_per_rank": flops / seconds / dist.get_world_size() / 1e12,
             "mfu": mfu(flops, seconds, gpus, torch.cuda.get_device_name()) if gpus else None,
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if gpus else None,
+            "memory_gib": (torch.cuda.max_memory_allocated() if gpus else psutil.Process().memory_info().rss) / 2**30,
             **placed,
         }
         show = self.done % self.run.options.log_interval == 0 or self.done == self.run.training.train_iters
