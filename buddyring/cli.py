@@ -51,6 +51,8 @@ class Steps:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = build_parser().parse_args(arguments)
+    if sys.stdout is None:
+        return _fail("standard output is closed; send it to a file or to /dev/null")
     try:
         options.run(options)
         sys.stdout.flush()

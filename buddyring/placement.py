@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from buddyring.lengths import MAX_LENGTH, check_lengths
+from buddyring.problem import MAX_RANKS, positive_int, real
 from buddyring.shards import Shards, build_shards
 from buddyring.zigzag import TILE, place_loads
 
@@ -85,12 +87,22 @@ class Placement:
     ) -> Placement:
         """The placement that puts sequence ``i`` on ``groups[i]``, with every derived figure.
 
-        Raises ValueError for a group outside the ranks, a sequence with fewer than ``2 * size`` tokens, more tokens on
-        a rank than int32 positions count, or another number of groups than of lengths; CapacityError when a rank holds
-        more than ``capacity`` tokens.
+        Raises TypeError for options of another type; ValueError for options out of range, a group outside the ranks, a
+        sequence with fewer than ``2 * size`` tokens, more tokens on a rank than int32 positions count, or another
+        number of groups than of lengths; CapacityError when a rank holds more than ``capacity`` tokens.
         """
         length_array = check_lengths(lengths)
-        made = tuple(Group(int(start), int(size)) for start, size in groups)
+        made = tuple(Group(operator.index(start), operator.index(size)) for start, size in groups)
+        ranks = positive_int("ranks", ranks, MAX_RANKS)
+        tile = positive_int("tile", tile, MAX_LENGTH)
+        rank_multiple = positive_int("rank_multiple", rank_multiple, MAX_LENGTH)
+        capacity = None if capacity is None else positive_int("capacity", capacity)
+        token_tolerance = real("token_tolerance", token_tolerance)
+        attention_tolerance = real("attention_tolerance", attention_tolerance)
+        if not isinstance(exact_tiles, bool):
+            raise TypeError(f"exact_tiles is {exact_tiles!r}; give True or False")
+        if not all(isinstance(text, str) for text in (scheduler, *notes)) or isinstance(notes, str):
+            raise TypeError(f"scheduler {scheduler!r} must be a string and notes {notes!r} a sequence of strings")
         if len(made) != len(length_array):
             raise ValueError(f"{len(length_array)} lengths but {len(made)} groups; give one group per sequence")
         for index, (start, size) in enumerate(made):
@@ -195,7 +207,7 @@ class Placement:
                 scheduler=data["scheduler"],
                 notes=data["notes"],
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
             raise ValueError(f"not a placement written by to_json: {error!r}") from error
         if list(made.token_loads) != data["token_loads"] or list(made.attention_loads) != data["attention_loads"]:
             raise ValueError("the loads in this placement are not those of its groups; it was edited or cut")

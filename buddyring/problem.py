@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from buddyring.lengths import check_lengths
+from buddyring.lengths import MAX_LENGTH, check_lengths
+
+MAX_RANKS = 2**20  # loads are arrays over all ranks; far beyond any machine
 
 
 class Layout(NamedTuple):
@@ -82,15 +84,15 @@ def check_problem(
         raise TypeError(f"exact_tiles is {exact_tiles!r}; give True or False")
     problem = Problem(
         lengths=check_lengths(lengths),
-        ranks=_positive_int("ranks", ranks),
-        token_tolerance=_real("token_tolerance", token_tolerance),
-        attention_tolerance=_real("attention_tolerance", attention_tolerance),
-        max_group=_positive_int("max_group", max_group),
-        capacity=None if capacity is None else _positive_int("capacity", capacity),
-        rank_multiple=_positive_int("rank_multiple", rank_multiple),
-        tile=_positive_int("tile", tile),
+        ranks=positive_int("ranks", ranks, MAX_RANKS),
+        token_tolerance=real("token_tolerance", token_tolerance),
+        attention_tolerance=real("attention_tolerance", attention_tolerance),
+        max_group=positive_int("max_group", max_group, MAX_LENGTH),
+        capacity=None if capacity is None else positive_int("capacity", capacity),
+        rank_multiple=positive_int("rank_multiple", rank_multiple, MAX_LENGTH),
+        tile=positive_int("tile", tile, MAX_LENGTH),
         exact_tiles=exact_tiles,
-        target=None if target is None else _real("target", target),
+        target=None if target is None else real("target", target),
     )
     if problem.target == 0:
         raise ValueError("target is 0 tokens per rank; give at least 1, or None for half of the mean")
@@ -102,7 +104,8 @@ def check_problem(
     return problem
 
 
-def _positive_int(name: str, value: object) -> int:
+def positive_int(name: str, value: object, most: int | None = None) -> int:
+    """``value`` as an int of 1 to ``most``; TypeError or ValueError that names it otherwise."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -111,10 +114,13 @@ def _positive_int(name: str, value: object) -> int:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); give an integer of at least 1") from None
     if number < 1:
         raise ValueError(f"{name} is {number}; give at least 1")
+    if most is not None and number > most:
+        raise ValueError(f"{name} is {number}; give at most {most}")
     return number
 
 
-def _real(name: str, value: object) -> float:
+def real(name: str, value: object) -> float:
+    """``value`` as a finite float of at least 0; TypeError or ValueError that names it otherwise."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); give a number")
     number = float(value)

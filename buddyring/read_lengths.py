@@ -43,6 +43,8 @@ def read_lengths(path: str, field: str | None = None) -> Lengths:
             raise LengthsError(f"{path}: a Megatron index has no fields; leave --field out")
         return read_megatron_index(path)
     if path == "-":
+        if sys.stdin is None:
+            raise LengthsError("standard input is closed; give a file")
         source, lines = "standard input", sys.stdin.buffer.read().splitlines()
     else:
         source, lines = path, Path(path).read_bytes().splitlines()
@@ -80,7 +82,7 @@ def _from_text(where: str, text: str) -> int:
 def _from_json(where: str, text: str, field: str) -> int:
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second for thousands of nested brackets
         raise LengthsError(f"{where}: {_short(text)} is not JSON; with --field each line is one JSON object") from None
     if not isinstance(record, dict):
         raise LengthsError(f"{where}: {_short(text)} is not a JSON object")

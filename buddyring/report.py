@@ -13,11 +13,11 @@ _MOST_ROWS = 32  # ranks shown one by one; of more, the extremes
 
 def human(count: float) -> str:
     """A count with three significant digits: 950, 12.3k, 4.56G."""
-    letters = iter(" kMGTP")
-    letter = next(letters)
-    while count >= 999.5:
-        count, letter = count / 1000, next(letters)
-    return f"{count:.3g}{letter}".strip()
+    letters = " kMGTPEZY"
+    power = 0
+    while count >= 999.5 and power < len(letters) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.3g}{letters[power]}".strip()
 
 
 def summary_lines(placement: Placement, planning_ms: float) -> list[str]:

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from buddyring import SCHEDULERS, Placement, plan
 from buddyring.cli import main
 from buddyring.distributions import batch
+from buddyring.report import human
 
 
 def run(capsys, *arguments):
@@ -260,6 +262,23 @@ def test_a_terminal_gets_red_where_a_tolerance_is_missed():
     shown = os.read(controller, 65536)
     os.close(controller)
     assert b"\x1b[31m" in shown and shown.count(b"\x1b[31m") == shown.count(b"\x1b[0m") == 4
+
+
+@pytest.mark.parametrize(("stream", "words"), [("<&-", b"standard input is closed"), (">&-", b"output is closed")])
+def test_closed_streams_are_named(stream, words):
+    line = f"{shlex.join(command('plan', '-', '--ranks', '4'))} {stream}"
+    done = subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"buddyring: error: ") and words in done.stderr and done.stderr.count(b"\n") == 1
+
+
+def test_counts_of_any_size_have_a_letter(capsys, tmp_path):
+    assert [human(x) for x in (950, 999.5, 12_345, 4.6e18, 1.2e24, 1e30)] == [
+        *("950", "1k", "12.3k", "4.6E", "1.2Y", "1e+06Y")
+    ]
+    path = tmp_path / "l.txt"
+    path.write_text("2147483647\n" * 4)
+    assert "2.31E" in run(capsys, "plan", path, "--ranks", 4)[1]  # pairs: L (L + 1) / 2 of each rank
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -1,5 +1,6 @@
 """The call itself: what it takes, what it refuses and how, and that it always gives the same plan."""
 
+import json
 import math
 import os
 import subprocess
@@ -90,6 +91,10 @@ def test_bad_lengths_are_refused_by_name(lengths, error, words, scheduler):
         ({"ranks": 0}, ValueError, "ranks is 0; give at least 1"),
         ({"ranks": -8}, ValueError, "ranks is -8"),
         ({"ranks": 8.0}, TypeError, r"ranks is 8\.0 \(float\)"),
+        ({"ranks": 2**20 + 1}, ValueError, "ranks is 1048577; give at most 1048576"),
+        ({"tile": 2**64}, ValueError, "tile is 18446744073709551616; give at most 2147483647"),
+        ({"rank_multiple": 2**64}, ValueError, "rank_multiple is 18446744073709551616; give at most"),
+        ({"max_group": 2**31}, ValueError, "max_group is 2147483648; give at most"),
         ({"ranks": True}, TypeError, "ranks is True"),
         ({"max_group": 0}, ValueError, "max_group is 0"),
         ({"capacity": 0}, ValueError, "capacity is 0"),
@@ -204,3 +209,27 @@ def test_json_round_trip():
     again = buddyring.Placement.from_json(placement.to_json())
     assert again.to_json() == placement.to_json()
     assert again.groups == placement.groups
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ranks", value) for value in (None, 0, 4.0, 10**30)),
+        *(("groups", value) for value in ([[0.9, 1.9]], [["0", "1"]], [[0]], 7)),
+        *(("tile", value) for value in (0, [1], 10**30)),
+        *(("rank_multiple", value) for value in (0, [[1]], 1.5)),
+        *(("token_tolerance", value) for value in (-1, None, math.nan, math.inf)),
+        *[("capacity", "1K"), ("exact_tiles", 1), ("scheduler", 3), ("notes", "note"), ("notes", [1])],
+        *[("token_loads", [1]), ("attention_loads", None)],
+    ],
+)
+def test_an_edited_placement_is_refused(name, value):
+    data = json.loads(plan([5000], 4).to_json())
+    with pytest.raises(ValueError):
+        buddyring.Placement.from_json(json.dumps({**data, name: value}))
+
+
+def test_text_that_is_no_placement_is_refused():
+    for text in ("", "[]", "3", "null", "{", "{}", "[" * 100_000):
+        with pytest.raises(ValueError, match="not a placement"):
+            buddyring.Placement.from_json(text)

@@ -75,6 +75,7 @@ def test_json_lines_take_a_length_or_count_token_ids(tmp_path):
     ("line", "words"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "is not a JSON object"),
         ('{"m": 1, "a": 2}', "no field 'n'; it has a, m"),
         ("{}", "no field 'n'; it has no field"),
