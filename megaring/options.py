@@ -11,6 +11,7 @@ from megaring.errors import UserError
 CP_SCHEDULERS = ("buddyring", "megatron", "zeppelin", "uniform", "local")
 ATTENTION_BACKENDS = ("auto", "fused", "ring", "reference")
 OVERLONG = ("error", "truncate", "split")
+MOST = 2**31 - 1  # of counts, sizes and seeds: what int32 fields and seeds take
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         """Raise ``message`` as a ``UserError``."""
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
-            unknown = message.removeprefix(prefix).split()[0]
-            message = f"unknown option {unknown}{self.nearest(unknown)}"
+            unknown = message.removeprefix(prefix).split(" ")[0]
+            message = f"unknown option {unknown or repr(unknown)}{self.nearest(unknown)}"
         raise UserError(message)
 
     def nearest(self, unknown: str) -> str:
@@ -33,18 +34,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1."""
-    value = int(text)
+    """An integer of at least 1 and at most ``MOST``."""
+    value = non_negative(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
 
 
 def non_negative(text: str) -> int:
-    """An integer of at least 0."""
+    """An integer of at least 0 and at most ``MOST``."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MOST}")
     return value
 
 
@@ -53,6 +56,22 @@ def number(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def decay(text: str) -> float:
+    """The decay rate of a running mean: at least 0 and below 1."""
+    value = number(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not below 1")
     return value
 
 
@@ -88,9 +107,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add("--kv-channels", type=positive, help="head dimension; default: hidden size / heads")
     add("--vocab-size", type=positive, help="default: from the record beside the corpus")
     add("--make-vocab-size-divisible-by", type=positive, default=128)
-    add("--norm-epsilon", type=float, default=1e-6)
+    add("--norm-epsilon", type=above_zero, default=1e-6)
     add("--rotary-base", type=positive, default=1_000_000)
-    add("--init-method-std", type=float, default=0.02)
+    add("--init-method-std", type=above_zero, default=0.02)
     _flag(group, "--qk-layernorm", True, "RMSNorm on queries and keys, as Qwen3 has it")
     _flag(group, "--untie-embeddings-and-output-weights", True, "separate output layer")
     add("--num-experts", type=positive, help="default: a dense model")
@@ -155,9 +174,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--lr-warmup-iters", type=non_negative, default=0)
     add("--lr-decay-iters", type=positive, help="default: --train-iters")
     add("--weight-decay", type=number, default=0.1)
-    add("--adam-beta1", type=number, default=0.9)
-    add("--adam-beta2", type=number, default=0.95)
-    add("--adam-eps", type=number, default=1e-8)
+    add("--adam-beta1", type=decay, default=0.9)
+    add("--adam-beta2", type=decay, default=0.95)
+    add("--adam-eps", type=above_zero, default=1e-8)
     add("--clip-grad", type=number, default=1.0)
     _flag(group, "--bf16", False, "bf16 weights and activations, fp32 gradients and optimizer (GPU only)")
     add("--recompute-granularity", choices=("full",), help="recompute whole layers in the backward pass")

@@ -6,6 +6,7 @@ Every rank makes the same checks on the same inputs, so all of them stop togethe
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def preflight(options: argparse.Namespace, world_size: int) -> Run:
         raise UserError("--data-path is missing: the PREFIX of a corpus that scripts/prepare_corpus.py has written")
     if options.attention_backend == "fused":
         raise UserError("--attention-backend fused cannot train: it has no backward pass yet; use auto or ring")
+    _check_outputs(options)
     if options.context_parallel_size is None:
         others = options.tensor_model_parallel_size * options.pipeline_model_parallel_size
         options.context_parallel_size = max(1, world_size // others)
@@ -88,6 +90,28 @@ def preflight(options: argparse.Namespace, world_size: int) -> Run:
         if sequences is not None:
             _check_plannable(sequences, parallel.context_parallel_size, plan_options)
     return Run(options, model, parallel, training, world_size, train, valid, plan_options)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Folders that can be written to, and options that only say something beside another."""
+    if options.finetune and not options.load:
+        raise UserError("--finetune takes the weights of a checkpoint: name its folder by --load")
+    if options.wandb_exp_name is not None and not options.wandb_project:
+        raise UserError("--wandb-exp-name names a run of a project: give --wandb-project as well")
+    for name in ("output_dir", "save"):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if not value:
+            raise UserError(f"{flag} is empty; name a folder")
+        # The nearest thing that exists: folders below it will be made.
+        path = Path(value).absolute()
+        there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if not there.is_dir():
+            raise UserError(f"{flag} {value}: {there} is not a folder; name another one")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{flag} {value}: {there} cannot be written to; name another folder")
 
 
 def _open(prefix: str, options: argparse.Namespace) -> tuple[Sequences, CorpusRecord | None]:

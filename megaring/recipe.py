@@ -33,13 +33,21 @@ def recipe_defaults(parser: Parser, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        settings = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        settings = yaml.safe_load(text)
+        written = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"recipe {path}: {error.strerror}; those of the project are in recipes/") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bytes, dates or nesting that YAML cannot have
         raise UserError(f"recipe {path} is not YAML: {error}") from None
     if not isinstance(settings, dict):
         raise UserError(f"recipe {path} must be a mapping of option names to values")
+    keys: set[str] = set()
+    for key in (node.value for node, _ in written.value):  # safe_load keeps the last of equal keys without a word
+        name = str(key).replace("-", "_")
+        if name in keys:
+            raise UserError(f"recipe {path}: {key} is given twice; keep one of them")
+        keys.add(name)
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "recipe")}
     defaults = {}
     for key, value in settings.items():
@@ -53,7 +61,9 @@ def recipe_defaults(parser: Parser, path: Path) -> dict[str, Any]:
 def _value(action: argparse.Action, key: str, value: Any, path: Path) -> Any:
     where = f"recipe {path}: {key}"
     if value is None:
-        return None
+        if action.default is None:
+            return None
+        raise UserError(f"{where} has no value; give one, or leave the key out for {action.default}")
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise UserError(f"{where} is {value!r}; it is a switch: true or false")

@@ -33,7 +33,9 @@ class CorpusError(UserError):
 
 
 def corpus_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """``PREFIX.bin`` and ``PREFIX.idx``."""
+    """``PREFIX.bin`` and ``PREFIX.idx``. Raises CorpusError for a prefix that is empty or ends in a separator."""
+    if not str(prefix) or str(prefix).endswith(("/", os.sep)):
+        raise CorpusError(f"a corpus's prefix ends with a name, unlike {str(prefix)!r}: give for example corpus/mine")
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 

@@ -73,7 +73,8 @@ def find_sources(
         elif item.is_file():
             found.append(Source(item, _kind(item.name)))
         else:
-            raise CorpusError(f"--input {item} does not exist")
+            why = "is neither a file nor a folder" if item.exists() else "does not exist"
+            raise CorpusError(f"--input {item} {why}")
     if not found:
         raise CorpusError(
             f"no file found in {', '.join(map(str, inputs))}; --extensions says which to take from folders "

@@ -60,6 +60,13 @@ def test_what_follows_from_the_options(prefix):
         (["--cp-scheduler", "megatron"], ["--cp-scheduler megatron", "at most 2 ranks"]),
         (["--cp-scheduler-target", "5"], ["--cp-scheduler-target"]),
         (["--num-experts", "4", "--expert-model-parallel-size", "3"], ["--expert-model-parallel-size 3"]),
+        (["--finetune"], ["--finetune", "--load"]),
+        (["--wandb-exp-name", "first"], ["--wandb-exp-name", "--wandb-project"]),
+        (["--output-dir", ""], ["--output-dir is empty"]),
+        (["--output-dir", __file__], ["--output-dir", "is not a folder"]),
+        (["--save", f"{__file__}/below"], ["--save", f"{__file__} is not a folder"]),
+        (["--data-path", ""], ["prefix", "''"]),
+        (["--valid-data-path", "corpus/"], ["prefix", "'corpus/'"]),
         (["--valid-data-path", "nowhere/at/all"], ["nowhere/at/all.idx does not exist"]),
     ],
 )

@@ -64,6 +64,7 @@ def test_progress_bar_on_a_terminal(tmp_path):
     ("arguments", "message"),
     [
         (["--input", "nowhere"], "--input nowhere does not exist"),
+        (["--input", os.devnull], f"--input {os.devnull} is neither a file nor a folder"),
         (["--input", SCRIPT, "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json does not exist"),
         (["--input", SCRIPT, "--extension", ".py"], "unknown option --extension (did you mean --extensions?)"),
         (["--input", SCRIPT, "--valid-fraction", "2"], "--valid-fraction is 2.0; it must be"),
