@@ -27,6 +27,8 @@ def main() -> None:
     try:
         # Missing optional packages and deprecations of its own, once per rank: 'megaring doctor' says it better.
         warnings.filterwarnings("ignore", module="megatron")
+        # Megatron has torch read a checkpoint without torch.distributed on purpose; torch supposes a mistake.
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
         warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
         warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
         from megaring.megatron.pretrain import pretrain

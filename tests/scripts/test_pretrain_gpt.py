@@ -155,4 +155,5 @@ def test_killed_in_the_middle_of_a_checkpoint_it_resumes_from_the_last_whole_one
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"resumed after step {last_whole} from" in done.stdout
     assert f"step {last_whole + 1}/{last_whole + 1} | loss" in done.stdout
+    assert "torch.distributed is disabled" not in done.stderr
     assert not list(checkpoints.glob(".partial_*"))
