@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import sys
+from numbers import Real
 from types import ModuleType
 
 import torch
@@ -55,8 +56,13 @@ def attention(
     if not isinstance(shards, DeviceShards):
         shards = to_device(shards, q.device)
     _check_shards(q, shards)
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):  # a string such as "no" would count as true
+            raise TypeError(f"{name} is {flag!r} ({type(flag).__name__}); give True or False")
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
+    elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale is {softmax_scale!r} ({type(softmax_scale).__name__}); give a number")
     if not 0 < softmax_scale < math.inf:  # kernels mask before they scale: -inf times a negative number is no mask
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
     request = Request(q, k, v, shards, _domain(shards.shards, group), float(softmax_scale), causal, deterministic)
@@ -76,6 +82,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} has layout {x.layout}; attention takes dense (strided) tensors")
         if x.dim() != 3:
             raise ValueError(f"{name} must have shape [tokens, heads, head_dim], not {tuple(x.shape)}")
         if x.dtype not in DTYPES:

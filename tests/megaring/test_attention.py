@@ -1,6 +1,7 @@
 """What attention promises beside the numbers: isolation, arguments, graphs, waits, and what it says."""
 
 import logging
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -248,6 +249,26 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tensors, error, message):
 def test_options_that_cannot_work_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         megaring.attention(*qkv(14), one_rank(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": "no"}, "causal is 'no' (str); give True or False"),
+        ({"deterministic": 1}, "deterministic is 1 (int)"),
+        ({"softmax_scale": "1"}, "softmax_scale is '1' (str); give a number"),
+        ({"softmax_scale": torch.ones(2)}, "(Tensor); give a number"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        megaring.attention(*qkv(14), one_rank(), **options)
+
+
+def test_sparse_tensors_are_refused_by_name():
+    q, k, v = qkv(14)
+    with pytest.raises(TypeError, match=r"q has layout torch\.sparse_coo"):
+        megaring.attention(q.to_sparse(), k, v, one_rank())
 
 
 def test_every_backend_is_there_or_says_why_not():
