@@ -39,4 +39,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # torchrun passes it on to every rank
+        if os.environ.get("RANK", "0") == "0":
+            resumes = "with the same --output-dir it resumes from its newest checkpoint, if it has saved one"
+            print(f"{PROGRAM}: interrupted; {resumes}", file=sys.stderr, flush=True)
+        os._exit(130)  # not sys.exit: peers must not wait for this rank in an exit handler

@@ -157,3 +157,21 @@ def test_killed_in_the_middle_of_a_checkpoint_it_resumes_from_the_last_whole_one
     assert f"step {last_whole + 1}/{last_whole + 1} | loss" in done.stdout
     assert "torch.distributed is disabled" not in done.stderr
     assert not list(checkpoints.glob(".partial_*"))
+
+
+@pytest.mark.launch
+def test_ctrl_c_ends_all_ranks_with_one_line_of_ours(tmp_path):
+    argv = [*SMALL, "--data-path", corpus(tmp_path), "--output-dir", str(tmp_path / "out"), "--train-iters", "100000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = psutil.Popen([*torchrun(2, SCRIPT), *argv], text=True, start_new_session=True, **pipes)
+    try:
+        assert any(line.startswith("step ") for line in running.stdout), running.stderr.read()
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        _, errors = running.communicate(timeout=60)
+    finally:
+        if running.poll() is None:
+            tell_all(running, signal.SIGKILL)
+            running.wait()
+    assert running.returncode != 0
+    assert errors.count("pretrain_gpt.py: interrupted; with the same --output-dir it resumes") == 1
+    assert "[rank0]" not in errors and "[rank1]" not in errors
