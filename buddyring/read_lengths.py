@@ -47,6 +47,9 @@ def read_lengths(path: str, field: str | None = None) -> Lengths:
             raise LengthsError("standard input is closed; give a file")
         source, lines = "standard input", sys.stdin.buffer.read().splitlines()
     else:
+        index = f"{path.removesuffix('.bin')}.idx"  # of a corpus named by its prefix, as training takes it
+        if (path.endswith(".bin") or not Path(path).exists()) and Path(index).is_file():
+            raise LengthsError(f"{path}: the lengths of this corpus are in {index}; give that")
         source, lines = path, Path(path).read_bytes().splitlines()
     found = list(_parse(source, lines, field))
     if not found:

@@ -148,3 +148,11 @@ def test_an_index_that_contradicts_itself(tmp_path, content, words):
 def test_an_index_has_no_fields(tmp_path):
     with pytest.raises(LengthsError, match="has no fields"):
         read_lengths(write(tmp_path, index_bytes([3], [0, 1]), "x.idx"), field="n")
+
+
+@pytest.mark.parametrize("given", ["corpus", "corpus.bin"])
+def test_a_corpus_named_by_its_prefix_or_its_tokens_is_told_its_index(tmp_path, given):
+    write(tmp_path, index_bytes([3], [0, 1]), "corpus.idx")
+    (tmp_path / "corpus.bin").write_bytes(b"\x01\x02\x03")
+    with pytest.raises(LengthsError, match=r"corpus\.idx; give that"):
+        read_lengths(str(tmp_path / given))
