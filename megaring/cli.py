@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_arguments(builder)
     builder.set_defaults(run=build.run)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has left: not an error, and no traceback at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"megaring: error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return status
 
 
 def _doctor(options: argparse.Namespace) -> int:
