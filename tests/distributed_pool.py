@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 REPORT_GRACE = 0.5  # seconds that peers get to report after the first failure
+MOST_THREADS = 200  # of a worker; process groups of past cases keep theirs, and thousands of them slow every case down
 WORKER_MARGIN = 10.0  # seconds past the limit after which a worker whose pool has vanished ends itself
 # torch.autograd imports the last one when backward first gets explicit gradients: seconds for every worker.
 PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes")
@@ -85,6 +86,8 @@ class Pool:
             raise
         finally:
             Path(store).unlink(missing_ok=True)
+            if any(_num_threads(worker.process.pid) > MOST_THREADS for worker in self._workers):
+                self._kill()  # the next case forks fresh ones
 
     def close(self) -> None:
         """End the processes."""
@@ -161,6 +164,13 @@ def _late(rank: int, worker: _Worker, timeout: float) -> str:
     time.sleep(0.1)
     where = worker.stacks.read_text() if worker.stacks.exists() else "(it had not begun)"
     return f"rank {rank}: no result within {timeout:g} s; it was at\n{where}"
+
+
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it has ended, or this is not Linux
+        return 0
 
 
 @contextlib.contextmanager
