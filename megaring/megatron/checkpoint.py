@@ -151,12 +151,18 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def _check_optimizer_moves(path: Path, saved: Mapping[str, int], layout: Mapping[str, int]) -> None:
-    experts = "expert_model_parallel_size"
+    """Refuse the layouts between which Megatron-Core keeps optimizer state in different forms."""
+    experts, sharded = "expert_model_parallel_size", "use_distributed_optimizer"
     if (saved[experts] > 1) != (layout[experts] > 1):
-        raise UserError(
-            f"checkpoint {path} was saved with {experts} {saved[experts]}, this run has {layout[experts]}: optimizer "
-            "state does not move between 1 and more; give a size on the same side, or --finetune for weights only"
-        )
+        name, between, remedy = experts, "1 and more", "a size on the same side"
+    elif saved[sharded] != layout[sharded]:
+        name, between, remedy = sharded, "a sharded optimizer and a whole one", "the same setting"
+    else:
+        return
+    raise UserError(
+        f"checkpoint {path} was saved with {name} {saved[name]}, this run has {layout[name]}: optimizer state does not "
+        f"move between {between}; give {remedy}, or --finetune for weights only"
+    )
 
 
 def _metadata() -> dict[str, Any]:

@@ -72,7 +72,7 @@ class _Trainer:
         self.loader = Loader(run.train, config, state=position)
         self.held_out = None
         if run.valid is not None:
-            # Evaluation has its own seeded order, and may use placements as it likes: it needs no capacity of its own.
+            # It draws from its own sampler and leaves the training order alone.
             self.held_out = Evaluation(run.valid, replace(config, prefetch=1), run.options.eval_iters)
         self.reporter = self._reporter() if dist.get_rank() == 0 else None
         self._mixed = self._placed = 0
@@ -149,10 +149,8 @@ class _Trainer:
             if options.load:
                 raise UserError(f"--load {options.load} holds no whole checkpoint; name the folder of the iter_* ones")
             return 0, None, None
-        summary = checkpoint.load(
-            path, self.trainee, self._layout(), self._shape(), weights_only=options.finetune and bool(options.load)
-        )
-        if options.finetune and options.load:
+        summary = checkpoint.load(path, self.trainee, self._layout(), self._shape(), weights_only=options.finetune)
+        if options.finetune:
             return 0, None, path
         return summary["iteration"], summary["progress"]["loader"], path
 

@@ -97,6 +97,7 @@ def test_another_layout_continues_within_1e_5(pool, corpora, tmp_path):
     assert losses(tmp_path / "two") == [pytest.approx(line, rel=1e-5) for line in losses(tmp_path / "four")[2:]]
     for extra, message in (
         (["--expert-model-parallel-size", "2"], "optimizer state does not move between 1 and more"),
+        (["--use-distributed-optimizer"], "does not move between a sharded optimizer and a whole one"),
         (["--hidden-size", "64"], "has hidden_size 32, this run 64"),
         (["--seed", "7"], "--seed 1234"),
     ):
