@@ -21,7 +21,9 @@ struct Control {
   u32 next_task;
   u32 ctas_out;
   u64 stop;
-  u64 unused[13];
+  u32 arrivals;  // of CTAs at the barriers inside one backward call; 0 between calls
+  u32 unused_word;
+  u64 unused[12];
   u64 done[kDomainRanks];
 };
 static_assert(sizeof(Control) == 256, "the host lays the arena out from these sizes");
@@ -33,7 +35,7 @@ constexpr u64 kStopPeer = 2;
 // Host-visible account of the wait that ran out, one per rank of the launch.
 struct Record {
   u64 status;    // kStopHere or kStopPeer, written last
-  u64 what;      // one of kWaitDone, kWaitTile, kWaitDigest
+  u64 what;      // one of kWait..
   u64 rank;      // who waited
   u64 peer;      // for whom
   u64 sequence;  // of the step, for tiles
@@ -44,6 +46,7 @@ struct Record {
 constexpr u64 kWaitDone = 1;
 constexpr u64 kWaitTile = 2;
 constexpr u64 kWaitDigest = 3;
+constexpr u64 kWaitGradient = 4;
 
 // One query tile: up to 128 packed rows, and the segments of keys that they see, own chunk first.
 struct Tile {

@@ -1,7 +1,7 @@
 // Compile-time choices of the forward kernel and its shared memory.
 #pragma once
 
-#include "forward_arguments.cuh"
+#include "arena.cuh"
 #include "mbarrier.cuh"
 
 namespace megaring {
@@ -13,7 +13,6 @@ constexpr bool kPingPong = MEGARING_PING_PONG;  // the two consumer warpgroups t
 
 static_assert(kHeadDim == 64 || kHeadDim == 128, "the swizzled halves of a tile are 64 elements wide");
 
-constexpr u32 kTileRows = 128;
 constexpr u32 kConsumers = 2;  // warpgroups of 64 query rows each
 constexpr u32 kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr u32 kStages = 2;
@@ -29,7 +28,6 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kLaunchReg
 constexpr u32 kHalves = kHeadDim / 64;
 constexpr u32 kHalfBytes = kTileRows * 128;
 constexpr u32 kTileBytes = kHalves * kHalfBytes;
-constexpr u32 kSendBytes = 16384;
 
 // What a key tile needs besides its data: columns that hold keys, and whether it lies on the diagonal.
 constexpr u32 kDiagonal = 256;
@@ -52,14 +50,14 @@ struct alignas(16) Mailbox {
   u64 values_full[kStages];
   u64 keys_empty[kStages];
   u64 values_empty[kStages];
-  u64 send_full[kStages];
+  u64 send_full[kSendStages];
 };
 
 constexpr u32 kQueryOffset = 0;
 constexpr u32 kKeyOffset = kQueryOffset + kStages * kTileBytes;
 constexpr u32 kValueOffset = kKeyOffset + kStages * kTileBytes;
 constexpr u32 kSendOffset = kValueOffset + kStages * kTileBytes;
-constexpr u32 kMailboxOffset = kSendOffset + kStages * kSendBytes;
+constexpr u32 kMailboxOffset = kSendOffset + kSendStages * kSendBytes;
 constexpr u32 kSharedBytes = kMailboxOffset + 1024;
 static_assert(sizeof(Mailbox) <= 1024, "the mailbox has outgrown its room");
 static_assert(kSharedBytes <= 232448, "more shared memory than a block can have");
@@ -78,16 +76,7 @@ struct Shared {
   __device__ __forceinline__ u32 send(u32 stage) const {
     return shared_address(base) + kSendOffset + stage * kSendBytes;
   }
+  __device__ __forceinline__ u32 send_full(u32 stage) const { return shared_address(&mailbox().send_full[stage]); }
 };
-
-// The flag that a tile's keys (part 0) or values (part 1) of this epoch are in the arena that begins with `control`.
-__device__ __forceinline__ u64* arena_flag(const Arguments& arguments, Control* control, u32 epoch, i32 tile, u32 part) {
-  u64* flags = reinterpret_cast<u64*>(reinterpret_cast<char*>(control) + arguments.flags_offset);
-  const u32 tiles = arguments.arena_rows / static_cast<i32>(kTileRows);
-  return flags + 2 * (epoch % 2 * tiles + tile) + part;
-}
-
-// Waits inside the block end only when a partner's own bounded wait did, so they get a few times its bound.
-__device__ __forceinline__ u64 pipeline_limit(const Arguments& arguments) { return 4 * arguments.timeout_ns; }
 
 }  // namespace megaring

@@ -6,7 +6,7 @@
 // remote tiles one by one, so nothing is merged and results do not depend on timing.
 #include "forward_attend.cuh"
 #include "forward_load.cuh"
-#include "forward_send.cuh"
+#include "send.cuh"
 
 namespace megaring {
 
@@ -15,12 +15,12 @@ __device__ __forceinline__ void init_barriers(Mailbox& mailbox) {
     mbarrier_init(shared_address(&mailbox.query_full[stage]), 1);
     mbarrier_init(shared_address(&mailbox.keys_full[stage]), 1);
     mbarrier_init(shared_address(&mailbox.values_full[stage]), 1);
-    mbarrier_init(shared_address(&mailbox.send_full[stage]), 1);
     constexpr u32 kConsumerWarps = kConsumers * kWarpgroup / kWarp;
     mbarrier_init(shared_address(&mailbox.query_empty[stage]), kConsumerWarps);
     mbarrier_init(shared_address(&mailbox.keys_empty[stage]), kConsumerWarps);
     mbarrier_init(shared_address(&mailbox.values_empty[stage]), kConsumerWarps);
   }
+  for (u32 stage = 0; stage < kSendStages; ++stage) mbarrier_init(shared_address(&mailbox.send_full[stage]), 1);
   mbarrier_init_fence();
 }
 
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(megaring::kThreads, 1)
     if (warp == 0) {
       if (elect_one()) Loader(arguments, rank, shared, epoch).run();
     } else if (warp == 1) {
-      if (elect_one()) Sender(arguments, rank, shared, epoch).run(cta);
+      if (elect_one()) Sender<Shared, kHeadDim * 2>(arguments, rank, shared, epoch).run(cta);
     } else {
       const i64 thread = cta * 2 * kWarp + threadIdx.x % (2 * kWarp);
       fill_rows(arguments, rank, rank.tokens, rank.rows, 0, kMinusInfinity, thread,

@@ -35,7 +35,20 @@ __device__ __forceinline__ u64 signal_compare_swap(u64* word, u64 expected, u64 
   return previous;
 }
 
+// Whatever this thread has seen before, its block's other threads' work behind a barrier included, is visible to who
+// sees the sum.
+__device__ __forceinline__ void signal_add_release(u64* word, u64 value) {
+  asm volatile("fence.acq_rel.sys;" : : : "memory");
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" : : "l"(word), "l"(value) : "memory");
+}
+
 // Words of one GPU.
+__device__ __forceinline__ u32 counter_load_acquire(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ u32 counter_add_relaxed(u32* word, u32 value) {
   u32 previous;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(previous) : "l"(word), "r"(value) : "memory");

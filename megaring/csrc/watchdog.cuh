@@ -52,4 +52,19 @@ __device__ __forceinline__ bool wait_epoch(const Arguments& arguments, const Ran
   return false;
 }
 
+// Waits until `word` has counted to `expected`. False when the bound ran out and when a rank stopped.
+__device__ __forceinline__ bool wait_count(const Arguments& arguments, const RankArguments& rank, const u64* word,
+                                           u64 expected, const WaitSite& site) {
+  const u64 start = nanoseconds();
+  while (true) {
+    const u64 seen = signal_load_acquire(word);
+    if (seen >= expected) return true;
+    if (signal_load_relaxed(&rank.control->stop) != 0) return false;
+    if (nanoseconds() - start > arguments.timeout_ns) {
+      stop_ranks(arguments, rank, site, expected, seen);
+      return false;
+    }
+  }
+}
+
 }  // namespace megaring

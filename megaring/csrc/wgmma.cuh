@@ -108,4 +108,50 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32* a, u64 b) {
   }
 }
 
+// A and B in shared memory, K contiguous in both. Without `accumulate` D starts at zero.
+#define MEGARING_WGMMA_SS_N64(TYPE, TRANSPOSED)                                                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                           \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " MEGARING_D_N64                         \
+               ", %32, %33, p, 1, 1, " TRANSPOSED ", " TRANSPOSED ";\n}"                                              \
+               : MEGARING_OPERANDS_N64                                                                                \
+               : "l"(a), "l"(b), "r"(accumulate))
+
+template <bool kBfloat16>
+__device__ __forceinline__ void wgmma_ss(float (&d)[32], u64 a, u64 b, u32 accumulate) {
+  if constexpr (kBfloat16) {
+    MEGARING_WGMMA_SS_N64("bf16", "0");
+  } else {
+    MEGARING_WGMMA_SS_N64("f16", "0");
+  }
+}
+
+// A with M and B with N contiguous, both in shared memory.
+template <bool kBfloat16>
+__device__ __forceinline__ void wgmma_ss_transposed(float (&d)[32], u64 a, u64 b, u32 accumulate) {
+  if constexpr (kBfloat16) {
+    MEGARING_WGMMA_SS_N64("bf16", "1");
+  } else {
+    MEGARING_WGMMA_SS_N64("f16", "1");
+  }
+}
+
+#define MEGARING_WGMMA_SS_N32(TYPE)                                                                                   \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"                                                           \
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE                                            \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"                              \
+               ", %16, %17, p, 1, 1, 1, 1;\n}"                                                                        \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),      \
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),             \
+                 "+f"(d[15])                                                                                          \
+               : "l"(a), "l"(b), "r"(accumulate))
+
+template <bool kBfloat16>
+__device__ __forceinline__ void wgmma_ss_transposed(float (&d)[16], u64 a, u64 b, u32 accumulate) {
+  if constexpr (kBfloat16) {
+    MEGARING_WGMMA_SS_N32("bf16");
+  } else {
+    MEGARING_WGMMA_SS_N32("f16");
+  }
+}
+
 }  // namespace megaring

@@ -2,12 +2,16 @@
 // ranks that need them, through two stages of shared memory, and raises each tile's flags there.
 #pragma once
 
-#include "forward_layout.cuh"
+#include "arena.cuh"
+#include "mbarrier.cuh"
 #include "signal.cuh"
 #include "watchdog.cuh"
 
 namespace megaring {
 
+// `Shared` is the kernel's shared memory: send(stage) is the address of a stage, send_full(stage) that of its barrier.
+// kRowBytes is what one row of one KV head takes.
+template <class Shared, u32 kRowBytes>
 class Sender {
  public:
   __device__ __forceinline__ Sender(const Arguments& arguments, const RankArguments& rank, Shared shared, u32 epoch)
@@ -39,7 +43,7 @@ class Sender {
 
   // One tile of keys (part 0) or values (part 1), in pieces of whole rows that fit a stage.
   __device__ __forceinline__ void push(int4 send, i32 part) {
-    const u32 row_bytes = arguments_.kv_heads * kHeadDim * 2;
+    const u32 row_bytes = arguments_.kv_heads * kRowBytes;
     const u64 stride = part == 0 ? rank_.key_stride : rank_.value_stride;
     const i32 piece_rows = kSendBytes / row_bytes;
     const i64 arena_row = static_cast<i64>(2 * (epoch_ % 2) + part) * arguments_.arena_rows + send.w;
@@ -55,9 +59,8 @@ class Sender {
       }
       if (row > 0) {
         const u32 bytes = min(piece_rows, send.y - row + piece_rows) * row_bytes;
-        const u32 stage = (pieces_ - 1) % kStages;
-        mbarrier_wait(shared_address(&shared_.mailbox().send_full[stage]), (pieces_ - 1) / kStages % 2,
-                      pipeline_limit(arguments_));
+        const u32 stage = (pieces_ - 1) % kSendStages;
+        mbarrier_wait(shared_.send_full(stage), (pieces_ - 1) / kSendStages % 2, pipeline_limit(arguments_));
         bulk_store(destination, shared_.send(stage), bytes);
         bulk_commit();
         destination += bytes;
@@ -73,8 +76,8 @@ class Sender {
   }
 
   __device__ __forceinline__ void fetch(const char* source, u64 stride, u32 row_bytes, i32 rows, u32 piece) {
-    const u32 stage = piece % kStages;
-    const u32 full = shared_address(&shared_.mailbox().send_full[stage]);
+    const u32 stage = piece % kSendStages;
+    const u32 full = shared_.send_full(stage);
     u32 into = shared_.send(stage);
     mbarrier_arrive_expect(full, rows * row_bytes);
     const bool dense = stride == row_bytes;
@@ -91,7 +94,7 @@ class Sender {
   const RankArguments& rank_;
   const Shared shared_;
   const u32 epoch_;
-  u32 pieces_ = 0;  // fetched so far; piece i goes through stage i % kStages
+  u32 pieces_ = 0;  // fetched so far; piece i goes through stage i % kSendStages
 };
 
 }  // namespace megaring

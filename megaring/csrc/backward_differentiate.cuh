@@ -1,0 +1,255 @@
+// The consumer role, one warpgroup: gradients of 64 keys against every query tile that the producer delivers.
+//
+// Scores are computed transposed, keys along the rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in the layout
+// that the products dV += P^T dO and dK += dS^T Q take from registers. Only dS^T passes through shared memory, where
+// both warpgroups need all of it: each makes one half of the columns of dQ += dS K, and adds it in fp32 to memory.
+#pragma once
+
+#include "backward_layout.cuh"
+#include "fragments.cuh"
+#include "signal.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+
+namespace megaring {
+
+constexpr u32 kScoreBarrier = 1;      // both consumers have written their dS^T
+constexpr u32 kWarpgroupBarrier = 3;  // 3 and 4: within one warpgroup
+
+class Differentiator {
+ public:
+  __device__ __forceinline__ Differentiator(const BackwardArguments& arguments, const RankArguments& rank,
+                                            const BackwardRank& more, Shared shared)
+      : arguments_(arguments), rank_(rank), more_(more), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    u32 block = 0;  // query tiles consumed so far, over all tasks
+    for (u32 turn = 0;; ++turn) {
+      wait(&mailbox().keys_full, turn);
+      if (mailbox().task.query_count == 0) break;
+      differentiate(block);
+    }
+  }
+
+ private:
+  static constexpr u32 kSumRegisters = kHeadDim / 2;    // dK or dV: 64 keys by head dim
+  static constexpr u32 kQueryRegisters = kHeadDim / 4;  // half of dQ: 64 queries by half of head dim
+
+  static __device__ __forceinline__ u32 group() { return threadIdx.x / kWarpgroup - 1; }
+  static __device__ __forceinline__ u32 thread() { return threadIdx.x % kWarpgroup; }
+  static __device__ __forceinline__ u32 warp() { return thread() / kWarp; }
+  static __device__ __forceinline__ u32 lane() { return threadIdx.x % kWarp; }
+  static __device__ __forceinline__ u32 row() { return group() * 64 + warp() * 16 + lane() / 4; }
+  static __device__ __forceinline__ u32 column() { return lane() % 4 * 2; }
+
+  __device__ __forceinline__ Mailbox& mailbox() const { return shared_.mailbox(); }
+
+  __device__ __forceinline__ void wait(u64* barrier, u32 round) const {
+    mbarrier_wait(shared_address(barrier), round % 2, pipeline_limit(arguments_.base));
+  }
+
+  __device__ __forceinline__ void release(u64* barrier) const {
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(shared_address(barrier));
+  }
+
+  __device__ __forceinline__ void differentiate(u32& block) {
+    float key_sums[kSumRegisters];
+    float value_sums[kSumRegisters];
+#pragma unroll
+    for (u32 i = 0; i < kSumRegisters; ++i) key_sums[i] = value_sums[i] = 0.0f;
+    const KeySlot task = mailbox().task;
+    if (task.key_tokens < static_cast<i32>(kTileRows)) {
+      clear_rows(shared_.key(), kKeyHalfBytes, task.key_tokens, kTileRows);
+      clear_rows(shared_.value(), kKeyHalfBytes, task.key_tokens, kTileRows);
+    }
+    const i64 head_bytes = kQueryRows * kHeadDim;
+    i32 tile = 0;
+    float* query_sums = more_.query_sums + thread() * 4 + group() * (kQueryRows * kHeadDim / 2) +
+                        (static_cast<i64>(task.query_begin) * arguments_.base.query_heads + task.first_head) * head_bytes;
+    const i32 blocks = task.query_count * arguments_.heads_per_task;
+#pragma unroll 1
+    for (i32 n = 0; n < blocks; ++n) {
+      const bool partial = task.key_tokens < static_cast<i32>(kTileRows) || (kCausal && task.diagonal && tile < 2);
+      step(block, partial, task.key_tokens, kCausal && task.diagonal && tile < 2 ? tile * 64 : 128, key_sums, value_sums,
+           query_sums);
+      ++block;
+      if (++tile == task.query_count) {
+        tile = 0;
+        query_sums -= static_cast<i64>(task.query_count - 1) * arguments_.base.query_heads * head_bytes - head_bytes;
+      } else {
+        query_sums += arguments_.base.query_heads * head_bytes;
+      }
+    }
+    release(&mailbox().keys_empty);
+    store(task, key_sums, value_sums);
+  }
+
+  // One query tile of one head. `offset` is that of its first row from the first key, 128 where causality hides nothing.
+  __device__ __forceinline__ void step(u32 block, bool partial, i32 key_tokens, i32 offset,
+                                       float (&key_sums)[kSumRegisters], float (&value_sums)[kSumRegisters],
+                                       float* query_sums) {
+    const u32 stage = block % kStages;
+    const u32 round = block / kStages;
+    float scores[32];
+    float slopes[32];  // dP^T, then dS^T
+    u32 packed[16];
+    wait(&mailbox().query_full[stage], round);
+    const i32 rows = mailbox().rows[stage];
+    if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.query(stage), kQueryHalfBytes, rows, kQueryRows);
+    wgmma_fence();
+    multiply_transposed(scores, shared_.key(), shared_.query(stage));
+    wgmma_commit();
+    wait(&mailbox().gradient_full[stage], round);
+    if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.gradient(stage), kQueryHalfBytes, rows, kQueryRows);
+    wgmma_fence();
+    multiply_transposed(slopes, shared_.value(), shared_.gradient(stage));
+    wgmma_commit();
+
+    wgmma_wait<1>(scores);
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) {
+      const float2 lse = load_shared_f32x2(shared_.lse(stage) + (8 * j + column()) * 4);
+      scores[4 * j] = exp2_fast(__fmaf_rn(scores[4 * j], arguments_.base.scale, -lse.x));
+      scores[4 * j + 1] = exp2_fast(__fmaf_rn(scores[4 * j + 1], arguments_.base.scale, -lse.y));
+      scores[4 * j + 2] = exp2_fast(__fmaf_rn(scores[4 * j + 2], arguments_.base.scale, -lse.x));
+      scores[4 * j + 3] = exp2_fast(__fmaf_rn(scores[4 * j + 3], arguments_.base.scale, -lse.y));
+    }
+    if (partial) mask(scores, key_tokens, offset);
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) packed[i] = pack_half<kBfloat16>(scores[2 * i], scores[2 * i + 1]);
+
+    wgmma_wait<0>(slopes);
+    u32 packed_slopes[16];
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) {
+      const float2 delta = load_shared_f32x2(shared_.delta(stage) + (8 * j + column()) * 4);
+      packed_slopes[2 * j] = pack_half<kBfloat16>(scores[4 * j] * (slopes[4 * j] - delta.x),
+                                                  scores[4 * j + 1] * (slopes[4 * j + 1] - delta.y));
+      packed_slopes[2 * j + 1] = pack_half<kBfloat16>(scores[4 * j + 2] * (slopes[4 * j + 2] - delta.x),
+                                                      scores[4 * j + 3] * (slopes[4 * j + 3] - delta.y));
+    }
+    store_scores(shared_.scores(block % 2), packed_slopes);
+
+    wgmma_fence();
+    multiply_queries(value_sums, packed, shared_.gradient(stage));
+    wgmma_commit();
+    fence_proxy_async_shared();
+    named_barrier_sync(kScoreBarrier, kConsumers * kWarpgroup);
+    float query_part[kQueryRegisters];
+    wgmma_fence();
+    multiply_keys(query_part, shared_.scores(block % 2));
+    wgmma_commit();
+    wgmma_wait<1>(value_sums);
+    release(&mailbox().gradient_empty[stage]);
+    wgmma_fence();
+    multiply_queries(key_sums, packed_slopes, shared_.query(stage));
+    wgmma_commit();
+    wgmma_wait<1>(query_part);
+#pragma unroll
+    for (u32 j = 0; j < kQueryRegisters / 4; ++j) {
+      sum_add(query_sums + j * 4 * kWarpgroup, query_part + 4 * j);
+    }
+    wgmma_wait<0>(key_sums);
+    release(&mailbox().query_empty[stage]);
+  }
+
+  // result[64 keys, 64 queries] = A[64 of 128 keys, head dim] x B[64 queries, head dim]^T.
+  __device__ __forceinline__ void multiply_transposed(float (&result)[32], u32 keys, u32 queries) const {
+    const u64 a = matrix_descriptor(keys + group() * 64 * 128, 16, 1024);
+    const u64 b = matrix_descriptor(queries, 16, 1024);
+#pragma unroll
+    for (u32 step = 0; step < kHeadDim / 16; ++step) {
+      const u32 within = step % 4 * 32;
+      wgmma_ss<kBfloat16>(result, descriptor_advance(a, step / 4 * kKeyHalfBytes + within),
+                          descriptor_advance(b, step / 4 * kQueryHalfBytes + within), step != 0);
+    }
+  }
+
+  // sums[64 keys, head dim] += A[64 keys, 64 queries] x B[64 queries, head dim].
+  __device__ __forceinline__ void multiply_queries(float (&sums)[kSumRegisters], const u32 (&packed)[16],
+                                                   u32 queries) const {
+    const u64 b = matrix_descriptor(queries, kQueryHalfBytes, 1024);
+#pragma unroll
+    for (u32 step = 0; step < kQueryRows / 16; ++step) {
+      wgmma_rs<kBfloat16>(sums, packed + 4 * step, descriptor_advance(b, step * 2048));
+    }
+  }
+
+  // result[64 queries, half of head dim] = dS[64 queries, 128 keys] x K[128 keys, this warpgroup's half].
+  __device__ __forceinline__ void multiply_keys(float (&result)[kQueryRegisters], u32 scores) const {
+    const u64 a = matrix_descriptor(scores, kScoreBytes, 1024);
+    const u32 half = kHalves == 2 ? group() * kKeyHalfBytes : group() * 64;
+    const u64 b = matrix_descriptor(shared_.key() + half, kKeyHalfBytes, 1024);
+#pragma unroll
+    for (u32 step = 0; step < kTileRows / 16; ++step) {
+      wgmma_ss_transposed<kBfloat16>(result, descriptor_advance(a, step * 2048), descriptor_advance(b, step * 2048),
+                                     step != 0);
+    }
+  }
+
+  // Keys past the end of their chunk, and those that come after the query, have no probability.
+  __device__ __forceinline__ void mask(float (&scores)[32], i32 key_tokens, i32 offset) const {
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) {
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) {
+        const i32 key = row() + e / 2 * 8;
+        const i32 query = offset + 8 * j + column() + e % 2;
+        if (key >= key_tokens || key > query) scores[4 * j + e] = 0.0f;
+      }
+    }
+  }
+
+  // dS^T[64 keys of this warpgroup, 64 queries], two columns of 8 at a time.
+  __device__ __forceinline__ void store_scores(u32 scores, const u32 (&packed)[16]) const {
+    const u32 matrix_row = group() * 64 + warp() * 16 + lane() % 16;
+#pragma unroll
+    for (u32 j = 0; j < 8; j += 2) {
+      store_matrices(scores + swizzled_offset(matrix_row, j + lane() / 16), packed + 2 * j);
+    }
+  }
+
+  // Rows that belong to whatever follows in memory become zeros, since 0 x NaN is NaN. Both warpgroups write the same
+  // zeros, each for itself.
+  __device__ __forceinline__ void clear_rows(u32 tile, u32 half_bytes, u32 first, u32 rows) const {
+    const u32 pieces = (rows - first) * 8;
+    for (u32 i = thread(); i < pieces * kHalves; i += kWarpgroup) {
+      store_shared(tile + i / pieces * half_bytes + first * 128 + i % pieces * 16, uint4{0, 0, 0, 0});
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + group(), kWarpgroup);
+  }
+
+  // dK and dV of a task that nobody adds to are written as they are; others are added to their owner's sums.
+  __device__ __forceinline__ void store(const KeySlot& task, float (&key_sums)[kSumRegisters],
+                                        float (&value_sums)[kSumRegisters]) const {
+#pragma unroll
+    for (u32 i = 0; i < kSumRegisters; ++i) key_sums[i] *= arguments_.softmax_scale;
+    if (task.slot < 0) {
+      const i64 stride = static_cast<i64>(arguments_.base.kv_heads) * kHeadDim;
+      const i64 start = task.key_row * stride + task.kv_head * static_cast<i64>(kHeadDim);
+      store_rows<kBfloat16>(more_.key_gradient + start, stride, row(), task.key_tokens, key_sums);
+      store_rows<kBfloat16>(more_.value_gradient + start, stride, row(), task.key_tokens, value_sums);
+      return;
+    }
+    char* arena = arguments_.base.arenas[task.owner];
+    add(slot_sums(arguments_, arena, task.slot, task.kv_head, 0), key_sums);
+    add(slot_sums(arguments_, arena, task.slot, task.kv_head, 1), value_sums);
+    named_barrier_sync(kWarpgroupBarrier + group(), kWarpgroup);
+    if (thread() == 0) signal_add_release(slot_count(arguments_, arena, task.slot, task.kv_head), 1);
+  }
+
+  __device__ __forceinline__ void add(float* sums, const float (&values)[kSumRegisters]) const {
+    float* place = sums + group() * (64 * kHeadDim) + thread() * 4;
+#pragma unroll
+    for (u32 j = 0; j < kSumRegisters / 4; ++j) sum_add_system(place + j * 4 * kWarpgroup, values + 4 * j);
+  }
+
+  const BackwardArguments& arguments_;
+  const RankArguments& rank_;
+  const BackwardRank& more_;
+  const Shared shared_;
+};
+
+}  // namespace megaring
