@@ -58,9 +58,9 @@ struct BackwardRank {
   i32 num_key_tasks;
   i32 num_query_tiles;
   i32 num_owned;
-  i32 unused[3];
+  i32 unused[17];
 };
-static_assert(sizeof(BackwardRank) == 2 * 128 + 14 * 8 + 24 + 56, "mirrored by the host");
+static_assert(sizeof(BackwardRank) == 448, "mirrored by the host");
 
 struct BackwardArguments {
   Arguments base;

@@ -58,35 +58,37 @@ class Differentiator {
     float value_sums[kSumRegisters];
 #pragma unroll
     for (u32 i = 0; i < kSumRegisters; ++i) key_sums[i] = value_sums[i] = 0.0f;
-    const KeySlot task = mailbox().task;
-    if (task.key_tokens < static_cast<i32>(kTileRows)) {
-      clear_rows(shared_.key(), kKeyHalfBytes, task.key_tokens, kTileRows);
-      clear_rows(shared_.value(), kKeyHalfBytes, task.key_tokens, kTileRows);
+    const KeySlot& slot = mailbox().task;
+    const i32 key_tokens = slot.key_tokens;
+    const i32 count = slot.query_count;
+    if (key_tokens < static_cast<i32>(kTileRows)) {
+      clear_rows(shared_.key(), kKeyHalfBytes, key_tokens, kTileRows);
+      clear_rows(shared_.value(), kKeyHalfBytes, key_tokens, kTileRows);
     }
-    const i64 head_bytes = kQueryRows * kHeadDim;
+    constexpr i64 kPart = kQueryRows * kHeadDim;  // sums of one query tile and head
+    const i64 across = arguments_.base.query_heads * kPart;
+    float* query_sums = more_.query_sums + thread() * 4 + group() * (kPart / 2) + slot.query_begin * across +
+                        slot.first_head * kPart;
+    const i32 diagonal_tiles = kCausal && slot.diagonal ? 2 : 0;
+    const u32 end = block + count * arguments_.heads_per_task;
     i32 tile = 0;
-    float* query_sums = more_.query_sums + thread() * 4 + group() * (kQueryRows * kHeadDim / 2) +
-                        (static_cast<i64>(task.query_begin) * arguments_.base.query_heads + task.first_head) * head_bytes;
-    const i32 blocks = task.query_count * arguments_.heads_per_task;
 #pragma unroll 1
-    for (i32 n = 0; n < blocks; ++n) {
-      const bool partial = task.key_tokens < static_cast<i32>(kTileRows) || (kCausal && task.diagonal && tile < 2);
-      step(block, partial, task.key_tokens, kCausal && task.diagonal && tile < 2 ? tile * 64 : 128, key_sums, value_sums,
-           query_sums);
-      ++block;
-      if (++tile == task.query_count) {
+    for (; block < end; ++block) {
+      step(block, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, key_sums, value_sums, query_sums);
+      ++tile;
+      query_sums += across;
+      if (tile == count) {
         tile = 0;
-        query_sums -= static_cast<i64>(task.query_count - 1) * arguments_.base.query_heads * head_bytes - head_bytes;
-      } else {
-        query_sums += arguments_.base.query_heads * head_bytes;
+        query_sums += kPart - count * across;
       }
     }
+    const KeySlot task = slot;
     release(&mailbox().keys_empty);
     store(task, key_sums, value_sums);
   }
 
   // One query tile of one head. `offset` is that of its first row from the first key, 128 where causality hides nothing.
-  __device__ __forceinline__ void step(u32 block, bool partial, i32 key_tokens, i32 offset,
+  __device__ __forceinline__ void step(u32 block, i32 key_tokens, i32 offset,
                                        float (&key_sums)[kSumRegisters], float (&value_sums)[kSumRegisters],
                                        float* query_sums) {
     const u32 stage = block % kStages;
@@ -115,7 +117,7 @@ class Differentiator {
       scores[4 * j + 2] = exp2_fast(__fmaf_rn(scores[4 * j + 2], arguments_.base.scale, -lse.x));
       scores[4 * j + 3] = exp2_fast(__fmaf_rn(scores[4 * j + 3], arguments_.base.scale, -lse.y));
     }
-    if (partial) mask(scores, key_tokens, offset);
+    if (key_tokens < static_cast<i32>(kTileRows) || offset < 128) mask(scores, key_tokens, offset);
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) packed[i] = pack_half<kBfloat16>(scores[2 * i], scores[2 * i + 1]);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from megaring.kernels.arguments import CONTROL_BYTES, DOMAIN_RANKS, LAUNCH_RANKS
 
 TILE = 128
 ALIGNMENT = 1024
-WAITS = {1: "room in the arena", 2: "a tile", 3: "a tile of the same placement"}
+WAITS = {1: "room in the arena", 2: "a tile", 3: "a tile of the same placement", 4: "gradients of its keys"}
 STOPPED_HERE = 1
 
 
@@ -21,7 +22,9 @@ class PeerTimeout(RuntimeError):
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Bytes of one rank's arena: control words, two sets of tile flags, two buffers of K and V tiles.
+    """Bytes of one rank's arena: control words, two sets of tile flags, two buffers of K and V tiles, gradients' sums.
+
+    tiles: that other ranks fill, per buffer. slots: tiles of the rank's own keys whose dK and dV are summed in fp32.
 
     The layout is fixed for the arena's life, since flags are only ever raised: a word that once was data would lie.
     """
@@ -29,6 +32,7 @@ class ArenaLayout:
     tiles: int
     kv_heads: int
     head_dim: int
+    slots: int = 0
 
     @property
     def rows(self) -> int:
@@ -46,30 +50,44 @@ class ArenaLayout:
         return -(-(CONTROL_BYTES + 2 * self.tiles * 2 * 8) // ALIGNMENT) * ALIGNMENT
 
     @property
-    def bytes(self) -> int:
-        """All of it."""
+    def counts_offset(self) -> int:
+        """Where the counts of contributions to slots begin."""
         return self.data_offset + 2 * 2 * self.rows * self.kv_heads * self.head_dim * 2
 
+    @property
+    def sums_offset(self) -> int:
+        """Where the slots' sums begin."""
+        return -(-(self.counts_offset + self.slots * self.kv_heads * 8) // ALIGNMENT) * ALIGNMENT
 
-class LocalDomain:
-    """Ranks of one arena domain that all live on this device: one, or several virtual ones that share a launch.
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.sums_offset + self.slots * self.kv_heads * 2 * TILE * self.head_dim * 4
 
-    ``arenas[r]`` is a zeroed byte tensor; ``record`` is ``[ranks, 8]`` int64 words in pinned host memory, to which the
-    kernel writes what it waited for when a wait runs out.
+
+class Domain:
+    """Ranks that reach each other's arenas, as one process sees them.
+
+    ``arenas[r]`` is the byte tensor of rank ``r``, mapped into this device's memory if it is another's. ``local`` are
+    the ranks that live on this device and share its launches, in that order. ``record`` is ``[len(local), 8]`` int64
+    words in pinned host memory, to which the kernel writes what it waited for when a wait runs out.
     """
 
-    def __init__(self, ranks: int, layout: ArenaLayout, device: torch.device):
-        if not 1 <= ranks <= min(LAUNCH_RANKS, DOMAIN_RANKS):
-            raise UserError(f"one launch carries 1 to {LAUNCH_RANKS} ranks, not {ranks}")
-        self.ranks = ranks
+    def __init__(self, arenas: Sequence[torch.Tensor], local: range, layout: ArenaLayout, device: torch.device):
+        if not 1 <= len(local) <= LAUNCH_RANKS:
+            raise UserError(f"one launch carries 1 to {LAUNCH_RANKS} ranks, not {len(local)}")
+        if len(arenas) > DOMAIN_RANKS:
+            raise UserError(f"one arena domain has at most {DOMAIN_RANKS} ranks, not {len(arenas)}")
+        self.ranks = len(arenas)
+        self.local = local
         self.layout = layout
         self.device = device
-        self.arenas = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
-        self.record = torch.zeros(ranks, RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self.arenas = list(arenas)
+        self.record = torch.zeros(len(local), RECORD_WORDS, dtype=torch.int64, pin_memory=True)
 
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The tiles of one arena as ``[2 buffers x (K, V) x rows, kv_heads, head_dim]``."""
-        data = self.arenas[rank][self.layout.data_offset :].view(dtype)
+        data = self.arenas[rank][self.layout.data_offset : self.layout.counts_offset].view(dtype)
         return data.view(-1, self.layout.kv_heads, self.layout.head_dim)
 
     def check(self) -> None:
@@ -88,3 +106,13 @@ class LocalDomain:
                 f"expected {expected:#x}, saw {seen:#x} (epoch in the upper half)"
             )
         raise PeerTimeout("the fused attention stopped and its outputs are NaN: " + "; ".join(sorted(set(lines))))
+
+
+class LocalDomain(Domain):
+    """Ranks that all live on this device: one, or several virtual ones that share a launch. Arenas start as zeros."""
+
+    def __init__(self, ranks: int, layout: ArenaLayout, device: torch.device):
+        if not 1 <= ranks <= LAUNCH_RANKS:
+            raise UserError(f"one launch carries 1 to {LAUNCH_RANKS} ranks, not {ranks}")
+        arenas = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
+        super().__init__(arenas, range(ranks), layout, device)

@@ -1,4 +1,4 @@
-"""The forward kernel's arguments as the host packs them: ``csrc/forward_arguments.cuh``, field by field."""
+"""The kernels' arguments as the host packs them: ``csrc/*_arguments.cuh``, field by field."""
 
 from __future__ import annotations
 
@@ -61,5 +61,49 @@ class Arguments(ctypes.Structure):
     )
 
 
+class BackwardRank(ctypes.Structure):
+    """What one rank of a backward launch works on besides."""
+
+    _fields_ = (
+        ("query", TensorMap),
+        ("output_gradient", TensorMap),
+        ("output_rows", ctypes.c_uint64),
+        ("output_gradient_rows", ctypes.c_uint64),
+        ("output_stride", ctypes.c_int64),
+        ("output_head_stride", ctypes.c_int64),
+        ("output_gradient_stride", ctypes.c_int64),
+        ("output_gradient_head_stride", ctypes.c_int64),
+        ("key_tasks", ctypes.c_uint64),
+        ("query_tiles", ctypes.c_uint64),
+        ("owned", ctypes.c_uint64),
+        ("statistics", ctypes.c_uint64),
+        ("query_sums", ctypes.c_uint64),
+        ("query_gradient", ctypes.c_uint64),
+        ("key_gradient", ctypes.c_uint64),
+        ("value_gradient", ctypes.c_uint64),
+        ("num_key_tasks", ctypes.c_int32),
+        ("num_query_tiles", ctypes.c_int32),
+        ("num_owned", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 17),
+    )
+
+
+class BackwardArguments(ctypes.Structure):
+    """The backward kernel's one parameter."""
+
+    _fields_ = (
+        ("base", Arguments),
+        ("ranks", BackwardRank * LAUNCH_RANKS),
+        ("counts_offset", ctypes.c_uint64),
+        ("sums_offset", ctypes.c_uint64),
+        ("heads_per_task", ctypes.c_int32),
+        ("groups_per_section", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("unused", ctypes.c_int32 * 9),
+    )
+
+
 assert ctypes.sizeof(RankArguments) == 640, "csrc/forward_arguments.cuh asserts the same size"
 assert ctypes.sizeof(Arguments) == LAUNCH_RANKS * 640 + 128 + 64, "csrc/forward_arguments.cuh asserts the same size"
+assert ctypes.sizeof(BackwardRank) == 448, "csrc/backward_arguments.cuh asserts the same size"
+assert ctypes.sizeof(BackwardArguments) == ctypes.sizeof(Arguments) + 8 * 448 + 64, "as in backward_arguments.cuh"

@@ -16,7 +16,7 @@ from megaring.kernels.specialisations import Specialisation
 
 TENSOR_MAP_BYTES = 128
 BOX_COLUMNS = 64  # of 2 bytes: the 128 bytes that the swizzle spans
-BOX_ROWS = 128
+BOX_ROWS = 128  # of a tile of keys; tiles of queries have fewer in the backward
 
 
 class DriverError(RuntimeError):
@@ -63,19 +63,21 @@ def load(specialisation: Specialisation, device: int, folder: Path | None = None
     return Kernel(specialisation, function, device)
 
 
-def tensor_map(tensor: torch.Tensor) -> bytes:
+def tensor_map(tensor: torch.Tensor, box_rows: int = BOX_ROWS) -> bytes:
     """128-byte description of a 16-bit tensor, ``[rows, heads, columns]`` or ``[rows, columns]``, for the copy engine.
 
-    Boxes are 64 columns of one head by 128 rows, 128-byte swizzled. Raises ValueError when the columns are not
+    Boxes are 64 columns of one head by ``box_rows`` rows, 128-byte swizzled. Raises ValueError when the columns are not
     contiguous or a stride or the start is no multiple of 16 bytes.
     """
     if tensor.stride(-1) != 1:
         raise ValueError("the copy engine needs contiguous columns; call contiguous() on the tensor")
-    return _tensor_map(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return _tensor_map(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), box_rows)
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+def _tensor_map(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> bytes:
     driver = _driver()
     kinds = driver.CUtensorMapDataType
     kind = {
@@ -89,7 +91,7 @@ def _tensor_map(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], stride
             f"the copy engine needs starts and strides in multiples of 16 bytes, not {pointer % 16} and {bytes_apart}"
         )
     integers, halves = driver.cuuint64_t, driver.cuuint32_t
-    box = [BOX_COLUMNS, *[1] * (len(shape) - 2), BOX_ROWS]
+    box = [BOX_COLUMNS, *[1] * (len(shape) - 2), box_rows]
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,

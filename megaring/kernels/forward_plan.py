@@ -85,6 +85,11 @@ def heads_per_section(
     return min(kv_heads, max(1, l2_budget // bytes_per_kv_head)) * (query_heads // kv_heads)
 
 
+def arena_places(shards: Shards, causal: bool) -> dict[int, np.ndarray]:
+    """Per split sequence that ``shards.rank`` holds, the first arena tile of each chunk, -1 where it needs none."""
+    return _arena(shards, causal).first_tile
+
+
 @dataclass(frozen=True, eq=False)
 class _Arena:
     """Where a rank's arena holds what: ``first_tile[sequence]`` is ``[2 * size]`` int64 per chunk, -1 if not needed."""
@@ -99,14 +104,14 @@ def _arena(shards: Shards, causal: bool) -> _Arena:
         size, member = int(shards.groups[i, 1]), int(shards.members[i])
         lengths = np.diff(chunk_bounds(shards.lengths[i : i + 1], size, shards.placement.tile)[0])
         places = np.full(2 * size, -1, dtype=np.int64)
-        for chunk in _remote_chunks(size, member, causal):
+        for chunk in remote_chunks(size, member, causal):
             places[chunk] = used
             used += -(-int(lengths[chunk]) // TILE)
         first_tile[int(shards.sequences[i])] = places
     return _Arena(first_tile, used)
 
 
-def _remote_chunks(size: int, member: int, causal: bool) -> list[int]:
+def remote_chunks(size: int, member: int, causal: bool) -> list[int]:
     """Chunks of others that ``member`` needs, in the order of their use: all front ones, then back ones.
 
     Its front half sees the front chunks of lower members; its back half all front ones and the back ones of higher
@@ -137,7 +142,7 @@ def _tiles(shards: Shards, arena: _Arena, causal: bool) -> tuple[np.ndarray, np.
             segments.append((starts[side], spans[side], 0, shards.rank))
             if spans[1 - side] and (side == 1 or not causal):
                 segments.append((starts[1 - side], spans[1 - side], 0, shards.rank))
-            for chunk in _remote_chunks(size, member, causal) if size > 1 else ():
+            for chunk in remote_chunks(size, member, causal) if size > 1 else ():
                 if lengths[chunk] and (chunk < own_chunks[side] or not causal):
                     owner = int(shards.groups[i, 0]) + min(chunk, 2 * size - 1 - chunk)
                     row = int(arena.first_tile[int(shards.sequences[i])][chunk]) * TILE

@@ -11,7 +11,7 @@ import torch
 
 from megaring.errors import UserError
 from megaring.kernels import specialisations
-from megaring.kernels.arena import LocalDomain
+from megaring.kernels.arena import Domain
 from megaring.kernels.arguments import RECORD_WORDS, Arguments, TensorMap
 from megaring.kernels.driver import load, multiprocessors, tensor_map
 from megaring.kernels.forward_plan import L2_BUDGET, ForwardPlan, heads_per_section
@@ -51,7 +51,7 @@ def to_device(plan: ForwardPlan, device: torch.device) -> DevicePlan:
 
 
 def megaring_forward(
-    domain: LocalDomain,
+    domain: Domain,
     calls: Sequence[RankCall],
     *,
     softmax_scale: float,
@@ -63,16 +63,16 @@ def megaring_forward(
 ) -> None:
     """Attend for the ranks in ``calls``, in one launch on the current stream; fills ``out`` and ``lse`` of each.
 
-    domain: the arenas; ``calls`` holds one entry per rank of it, in rank order (a rank left out at the end never sends,
-    and those that wait for it stop after ``timeout_s`` seconds). softmax_scale: positive. reserved_sms: SMs left free.
-    ping_pong: whether the consumer warpgroups take turns on the tensor cores. l2_budget: bytes of a section of heads.
-    Raises UserError for tensors that the kernel cannot take and PeerTimeout when an earlier call had to stop.
+    domain: the arenas; ``calls`` holds one entry per rank that lives here, in rank order (a rank left out at the end
+    never sends, and those that wait for it stop after ``timeout_s`` seconds). softmax_scale: positive. reserved_sms:
+    SMs left free. ping_pong: whether the consumer warpgroups take turns on the tensor cores. l2_budget: bytes of a
+    section of heads. Raises UserError for tensors that the kernel cannot take and PeerTimeout when an earlier call had
+    to stop.
     """
     domain.check()
-    _check(domain, calls, softmax_scale)
+    check_calls(domain, calls, softmax_scale)
     first = calls[0]
     query_heads, head_dim = first.q.shape[1:]
-    kv_heads = first.k.shape[1]
     device = domain.device.index
     kernel = load(
         specialisations.forward(
@@ -84,35 +84,44 @@ def megaring_forward(
         device,
         folder,
     )
+    arguments = Arguments()
     ctas_per_rank = (multiprocessors(device) - reserved_sms) // len(calls)
-    layout = domain.layout
-    arguments = Arguments(
-        timeout_ns=int(timeout_s * 1e9),
-        flags_offset=layout.flags_offset,
-        data_offset=layout.data_offset,
-        arena_rows=layout.rows,
-        domain_ranks=domain.ranks,
-        ctas_per_rank=ctas_per_rank,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        heads_per_section=min(
-            heads_per_section(
-                call.plan.plan, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, l2_budget=l2_budget
-            )
-            for call in calls
-        ),
-        digest=first.plan.plan.digest,
-        scale=softmax_scale * math.log2(math.e),
+    pack(arguments, domain, calls, softmax_scale=softmax_scale, timeout_s=timeout_s, ctas_per_rank=ctas_per_rank)
+    arguments.heads_per_section = min(
+        heads_per_section(
+            call.plan.plan, query_heads=query_heads, kv_heads=first.k.shape[1], head_dim=head_dim, l2_budget=l2_budget
+        )
+        for call in calls
     )
+    kernel.launch(ctas_per_rank * len(calls), specialisations.FORWARD_THREADS, [arguments])
+
+
+def pack(
+    arguments: Arguments,
+    domain: Domain,
+    calls: Sequence[RankCall],
+    *,
+    softmax_scale: float,
+    timeout_s: float,
+    ctas_per_rank: int,
+) -> None:
+    """Fill in what forward and backward launches have in common."""
+    first, layout = calls[0], domain.layout
+    arguments.timeout_ns = int(timeout_s * 1e9)
+    arguments.flags_offset, arguments.data_offset = layout.flags_offset, layout.data_offset
+    arguments.arena_rows, arguments.domain_ranks = layout.rows, domain.ranks
+    arguments.ctas_per_rank = ctas_per_rank
+    arguments.query_heads, arguments.kv_heads = first.q.shape[1], first.k.shape[1]
+    arguments.digest = first.plan.plan.digest
+    arguments.scale = softmax_scale * math.log2(math.e)
     for rank, arena in enumerate(domain.arenas):
         arguments.arenas[rank] = arena.data_ptr()
     for slot, call in enumerate(calls):
         _pack(arguments.ranks[slot], domain, slot, call)
-    kernel.launch(ctas_per_rank * len(calls), specialisations.FORWARD_THREADS, [arguments])
 
 
-def _pack(target, domain: LocalDomain, rank: int, call: RankCall) -> None:
-    plan = call.plan.plan
+def _pack(target, domain: Domain, slot: int, call: RankCall) -> None:
+    plan, rank = call.plan.plan, domain.local[slot]
     for name, tensor in (("query", call.q), ("key", call.k), ("value", call.v)):
         if plan.tokens:
             setattr(target, name, TensorMap.from_buffer_copy(tensor_map(tensor)))
@@ -124,25 +133,28 @@ def _pack(target, domain: LocalDomain, rank: int, call: RankCall) -> None:
     target.key_rows, target.value_rows = call.k.data_ptr(), call.v.data_ptr()
     target.key_stride, target.value_stride = call.k.stride(0) * 2, call.v.stride(0) * 2
     target.control = domain.arenas[rank].data_ptr()
-    target.record = domain.record.data_ptr() + rank * RECORD_WORDS * 8
+    target.record = domain.record.data_ptr() + slot * RECORD_WORDS * 8
     target.num_tiles, target.num_sends = len(plan.tiles), len(plan.sends)
     target.tokens, target.rows, target.rank = plan.tokens, call.out.shape[0], rank
 
 
-def _check(domain: LocalDomain, calls: Sequence[RankCall], softmax_scale: float) -> None:
-    if not 1 <= len(calls) <= domain.ranks:
-        raise UserError(f"{len(calls)} calls for a domain of {domain.ranks} ranks; give one per rank")
+def check_calls(domain: Domain, calls: Sequence[RankCall], softmax_scale: float) -> None:
+    """Raise UserError for calls that do not fit the domain, each other or the kernels."""
+    if not 1 <= len(calls) <= len(domain.local):
+        raise UserError(f"{len(calls)} calls for a domain of {len(domain.local)} ranks here; give one per rank")
     if not softmax_scale > 0:
         raise UserError(f"the fused backend needs a positive softmax_scale, not {softmax_scale}; use the ring backend")
     first = calls[0]
-    for rank, call in enumerate(calls):
+    for rank, call in zip(domain.local, calls, strict=False):
         plan = call.plan.plan
         if (plan.rank, plan.ranks) != (rank, domain.ranks) or plan.digest != first.plan.plan.digest:
-            raise UserError(f"call {rank} holds the plan of rank {plan.rank} of {plan.ranks}, or of another placement")
+            raise UserError(
+                f"the call of rank {rank} holds the plan of rank {plan.rank} of {plan.ranks}, or of another placement"
+            )
         _check_tensors(domain, call, first)
 
 
-def _check_tensors(domain: LocalDomain, call: RankCall, first: RankCall) -> None:
+def _check_tensors(domain: Domain, call: RankCall, first: RankCall) -> None:
     plan, layout = call.plan.plan, domain.layout
     heads, kv_heads, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[2]
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out)):

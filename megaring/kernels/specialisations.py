@@ -47,6 +47,25 @@ def forward(head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = Tr
     )
 
 
+def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2) -> Specialisation:
+    """The backward kernel for a head dimension of 64 or 128. stages: query tiles in shared memory at once."""
+    if head_dim not in (64, 128):
+        raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
+    keys, queries, scores, statistics = 2 * 128 * head_dim * 2, 2 * 64 * head_dim * 2, 2 * 128 * 64 * 2, 2 * 64 * 4
+    return Specialisation(
+        source="megaring_backward.cu",
+        function="megaring_backward",
+        defines=(
+            ("MEGARING_HEAD_DIM", head_dim),
+            ("MEGARING_BFLOAT16", int(bfloat16)),
+            ("MEGARING_CAUSAL", int(causal)),
+            ("MEGARING_STAGES", stages),
+        ),
+        registers=FORWARD_REGISTERS,
+        shared_bytes=keys + stages * (queries + statistics) + scores + 2 * 16384 + 512,
+    )
+
+
 def every_specialisation() -> tuple[Specialisation, ...]:
     """All that a run can need, in a fixed order."""
     return tuple(

@@ -164,7 +164,7 @@ def run_case(
     indices = [torch.from_numpy(placement.shards(rank).tokens.copy()).to(device) for rank in range(case.ranks)]
     calls = []
     for plan, index in zip(plans, indices, strict=True):
-        parts = _packed([tensor[index] for tensor in (q, k, v)], plan.rows, case.strided)
+        parts = packed([tensor[index] for tensor in (q, k, v)], plan.rows, case.strided)
         out = torch.full(parts[0].shape, float("nan"), dtype=case.dtype, device=device)
         lse = torch.full(parts[0].shape[:2], float("nan"), device=device)
         calls.append(RankCall(to_device(plan, device), *parts, out, lse))
@@ -202,7 +202,7 @@ def run_case(
     )
 
 
-def _packed(parts: list[torch.Tensor], rows: int, strided: bool) -> list[torch.Tensor]:
+def packed(parts: list[torch.Tensor], rows: int, strided: bool) -> list[torch.Tensor]:
     """Local tensors with ``rows`` rows, NaN wherever no token is; as views into one tensor if ``strided``."""
     heads = [part.shape[1] for part in parts]
     if strided:
