@@ -44,9 +44,10 @@ def attention(
     group, or no communication at all with a placement for one rank. All its ranks must make the same calls, forward
     and backward, in the same order, those without tokens too. Waits are bounded by the timeout that the group was
     made with (``init_process_group`` or ``new_group``: 30 minutes for Gloo, 10 for NCCL, unless told otherwise).
-    backend: ``auto`` (the fastest that can take the call; the log says which, and why none faster), ``ring`` or
-    ``reference``. softmax_scale: positive, ``D ** -0.5`` by default. causal: whether a query sees only its own and
-    earlier positions of its sequence. deterministic: bit-equal results from run to run at a fixed placement.
+    backend: ``auto`` (the fastest that can take the call; the log says which, and why none faster), ``fused`` (Hopper,
+    forward only: under ``torch.no_grad``), ``ring`` or ``reference``. softmax_scale: positive, ``D ** -0.5`` by
+    default. causal: whether a query sees only its own and earlier positions of its sequence. deterministic: bit-equal
+    results from run to run at a fixed placement.
 
     Returns ``out [t, Hq, D]`` in the inputs' type and, with ``return_lse``, the log-sum-exp ``[t, Hq]`` of the scaled
     scores (natural logarithm, fp32, or fp64 for fp64 inputs, not differentiable). A query without keys gives 0 and

@@ -127,7 +127,7 @@ def attention_facts() -> dict[str, Any]:
 
     from buddyring import Placement
     from megaring.attention import attention
-    from megaring.backends import MODULES, PENDING, PREFERENCE, Request
+    from megaring.backends import MODULES, Request
     from megaring.backends.local import FAMILIES
     from megaring.device_shards import to_device
 
@@ -138,11 +138,8 @@ def attention_facts() -> dict[str, Any]:
     shards = to_device(Placement.from_groups([200, 56], 1, [(0, 1), (0, 1)]).shards(0), device)
     request = Request(q, k, v, shards, None, 128**-0.5, True, False)
     backends: dict[str, str | None] = {}
-    for name in PREFERENCE:
-        if name not in MODULES:
-            backends[name] = PENDING[name]
-            continue
-        backends[name] = importlib.import_module(MODULES[name]).refusal(request)
+    for name, module in MODULES.items():
+        backends[name] = importlib.import_module(module).refusal(request)
         if backends[name] is None:
             out = attention(q, k, v, shards, backend=name)
             if (out.float() - 1).abs().max() > 0.01:  # a mean of ones, whatever the weights

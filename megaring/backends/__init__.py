@@ -1,7 +1,7 @@
 """The ways to attend across ranks, fastest first, and the choice among them.
 
 A backend is a module with ``refusal(request) -> str | None``, why it cannot serve a request, and
-``attend(request) -> (out, lse)``. It is imported when it is first considered. A new one adds its line to ``MODULES``.
+``attend(request) -> (out, lse)``. It is imported when it is first considered.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from megaring.device_shards import DeviceShards
 
-PREFERENCE = ("fused", "ring", "reference")
-# Those that cannot be chosen yet, and why.
-PENDING = {"fused": "its forward kernel is verified on one GPU, but it is not yet a backend to choose"}
-MODULES = {"ring": "megaring.backends.ring", "reference": "megaring.backends.reference"}
+MODULES = {
+    "fused": "megaring.backends.fused",
+    "ring": "megaring.backends.ring",
+    "reference": "megaring.backends.reference",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +49,14 @@ class Choice:
 
 
 def choose(name: str, request: Request) -> Choice:
-    """The backend for ``request``: the named one, or with ``auto`` the first in ``PREFERENCE`` that takes it.
+    """The backend for ``request``: the named one, or with ``auto`` the first in ``MODULES`` that takes it.
 
     Raises ValueError, with the reasons, when the name is unknown or no backend takes the request.
     """
-    if name != "auto" and name not in PREFERENCE:
-        raise ValueError(f"backend {name!r} is unknown; choose one of auto, {', '.join(PREFERENCE)}")
+    if name != "auto" and name not in MODULES:
+        raise ValueError(f"backend {name!r} is unknown; choose one of auto, {', '.join(MODULES)}")
     refusals = []
-    for candidate in PREFERENCE if name == "auto" else (name,):
-        if candidate not in MODULES:
-            refusals.append(f"{candidate}: {PENDING[candidate]}")
-            continue
+    for candidate in MODULES if name == "auto" else (name,):
         module = importlib.import_module(MODULES[candidate])
         reason = module.refusal(request)
         if reason is None:

@@ -104,7 +104,7 @@ def test_calls_that_do_not_fit_are_refused(domain):
         megaring_forward(domain, given, softmax_scale=-1.0)
     with pytest.raises(UserError, match="plan of rank 1 of 2"):
         megaring_forward(domain, given[::-1], softmax_scale=1.0)
-    with pytest.raises(UserError, match="3 calls for a domain of 2 ranks"):
+    with pytest.raises(UserError, match="3 calls for a domain of 2 ranks here"):
         megaring_forward(domain, [*given, given[0]], softmax_scale=1.0)
 
 

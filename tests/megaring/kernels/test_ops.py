@@ -156,6 +156,7 @@ def test_the_backend_keeps_one_site_for_all_layers(launches, monkeypatch):
         cuda_stream = 7
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fused, "_domain", lambda device, stream: (device, stream))
     placement = Placement.from_groups([30, 15], 2, [(1, 1), (1, 1)], rank_multiple=16)
     shards = shards_to_device(placement.shards(1), CPU)

@@ -1,0 +1,163 @@
+"""``megaring.attention`` through the fused backend on one GPU: numbers, strides, graphs, what it refuses."""
+
+import shutil
+
+import pytest
+import torch
+from attention_cases import make_inputs, relative_error, whole_attention
+
+import megaring
+from buddyring import Placement
+from megaring.backends import fused
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+LENGTHS = (1, 300, 129, 7, 513)
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # output and probabilities are rounded to the type once each
+LSE_LIMIT = 2e-6
+
+
+def shards(lengths=LENGTHS, rank_multiple=64):
+    return Placement.from_groups(lengths, 1, [(0, 1)] * len(lengths), rank_multiple=rank_multiple).shards(0)
+
+
+def packed(inputs, held):
+    """q, k, v of a step on one rank, NaN in the rows of no sequence."""
+    tokens = torch.tensor(held.tokens)
+    rows = []
+    for x in inputs.tensors()[:3]:
+        whole = x.new_full((held.rows, *x.shape[1:]), float("nan"))
+        whole[: len(tokens)] = x[tokens]
+        rows.append(whole.cuda())
+    return rows
+
+
+def run(q, k, v, held, **options):
+    with torch.no_grad():
+        return megaring.attention(q, k, v, held, return_lse=True, **options)
+
+
+def check(out, lse, inputs, held, limit, **options):
+    tokens = held.num_tokens
+    wide = [x.double() for x in inputs.tensors()[:3]]
+    expected, expected_lse = whole_attention(*wide, held.placement.lengths, **options)
+    order = torch.tensor(held.tokens)
+    assert relative_error(out[:tokens].cpu(), expected[order]) <= limit
+    assert relative_error(lse[:tokens].cpu(), expected_lse[order]) <= LSE_LIMIT
+    assert not out[tokens:].any() and lse[tokens:].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (5, 1), (12, 4)], ids=str)
+def test_against_fp64_and_the_reference(heads, head_dim, dtype, causal):
+    held = shards()
+    inputs = make_inputs(sum(LENGTHS), heads, head_dim, dtype)
+    q, k, v = packed(inputs, held)
+    out, lse = run(q, k, v, held, backend="fused", causal=causal)
+    assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, q.shape)
+    check(out, lse, inputs, held, LIMITS[dtype], causal=causal)
+    clean = [x.nan_to_num() for x in (q, k, v)]
+    reference, reference_lse = run(*clean, held, backend="reference", causal=causal)
+    tokens = held.num_tokens
+    assert relative_error(out[:tokens], reference[:tokens]) <= LIMITS[dtype]
+    assert relative_error(lse[:tokens], reference_lse[:tokens]) <= LSE_LIMIT
+
+
+def test_auto_takes_it_without_gradients_and_the_ring_with_them():
+    held = shards()
+    q, k, v = packed(make_inputs(sum(LENGTHS), (4, 2), 64, torch.bfloat16), held)
+    q, k, v = (x.nan_to_num().requires_grad_() for x in (q, k, v))
+    assert torch.equal(run(q, k, v, held)[0], run(q, k, v, held, backend="fused")[0])
+    megaring.attention(q, k, v, held).sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+    with pytest.raises(ValueError, match="forward-only until it has a backward"):
+        megaring.attention(q, k, v, held, backend="fused")
+
+
+@pytest.mark.parametrize("kind", ["sliced", "heads first", "odd start", "tokens only"])
+def test_strided_inputs_and_tensors_without_dummy_rows(kind):
+    held = shards()
+    inputs = make_inputs(sum(LENGTHS), (8, 2), 64, torch.bfloat16)
+    q, k, v = packed(inputs, held)
+    if kind == "sliced":
+        q, k, v = torch.cat([q, k, v], dim=1).split([8, 2, 2], dim=1)
+    elif kind == "heads first":
+        q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    elif kind == "odd start":
+        moved = []
+        for x in (q, k, v):
+            store = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+            store[1:] = x.flatten()
+            moved.append(store[1:].view(x.shape))
+        q, k, v = moved
+    else:
+        q, k, v = (x[: held.num_tokens] for x in (q, k, v))
+    out, lse = run(q, k, v, held, backend="fused")
+    assert out.is_contiguous()
+    check(out, lse, inputs, held, LIMITS[torch.bfloat16])
+
+
+def test_a_scale_of_its_own_and_a_step_without_sequences():
+    held = shards()
+    inputs = make_inputs(sum(LENGTHS), (4, 2), 64, torch.float16)
+    out, lse = run(*packed(inputs, held), held, backend="fused", softmax_scale=0.31)
+    check(out, lse, inputs, held, LIMITS[torch.float16], scale=0.31)
+    empty = Placement.from_groups([], 1, [], rank_multiple=8).shards(0)
+    x = torch.full((8, 2, 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    out, lse = run(x, x, x, empty, backend="fused")
+    assert not out.any() and lse.eq(float("-inf")).all()
+
+
+def test_a_cuda_graph_replays_a_placement_with_new_values():
+    held = megaring.to_device(shards(), "cuda")
+    stream = torch.cuda.Stream()
+    static = [torch.empty(held.shards.rows, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)]
+    for x in static:
+        x.fill_(1.0)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(*static, held, backend="fused")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out, lse = run(*static, held, backend="fused")
+    for seed in range(5):
+        inputs = make_inputs(sum(LENGTHS), (8, 2), 128, torch.bfloat16, seed)
+        for target, value in zip(static, packed(inputs, held.shards), strict=True):
+            target.copy_(value)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, lse, inputs, held.shards, LIMITS[torch.bfloat16])
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(first, out) and torch.equal(first, run(*static, held, backend="fused")[0])
+
+
+def test_a_capture_before_any_call_says_what_to_do():
+    held = megaring.to_device(shards((77, 5)), "cuda")
+    x = torch.zeros(held.shards.rows, 2, 64, dtype=torch.bfloat16, device="cuda")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with pytest.raises(ValueError, match="make the same call once before the capture"):  # noqa: SIM117
+        with torch.cuda.graph(graph, stream=stream):
+            run(x, x, x, held, backend="fused")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="torch.compile needs a compiler")
+def test_a_compiled_layer_calls_the_operator():
+    held = megaring.to_device(shards(), "cuda")
+    inputs = make_inputs(sum(LENGTHS), (8, 2), 128, torch.bfloat16)
+    q, k, v = (x.nan_to_num() for x in packed(inputs, held.shards))
+    site = fused.site(held, causal=True)
+
+    def layer(q, k, v):
+        return torch.ops.megaring.forward(q * 1.0, k, v, site.number, 128**-0.5)[0] * 2.0
+
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True)(q, k, v)
+        eager = layer(q, k, v)
+    assert torch.equal(compiled, eager)
+    assert torch.equal(eager, run(q, k, v, held, backend="fused")[0] * 2.0)
