@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ from megaring.data.optional import need
 
 type Kind = Literal["text", "jsonl", "parquet"]
 
+EXTENSIONS_SHOWN = 5  # of skipped files, in messages
 NAME_THE_TEXT = "name the one with the text by --json-key"
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
 TEXT_EXTENSIONS = (
@@ -31,6 +33,16 @@ class Source:
 
     path: Path
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search of the inputs gave. sources: the files to read, in order. skipped: files of folders that were left
+    out for their extension, counted by it, the most frequent first (``"none"``: names without an extension).
+    """
+
+    sources: tuple[Source, ...]
+    skipped: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -53,34 +65,45 @@ class Document:
             ) from error
 
 
-def find_sources(
-    inputs: Sequence[str | Path], extensions: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> list[Source]:
+def find_sources(inputs: Sequence[str | Path], extensions: Sequence[str] = (), exclude: Sequence[str] = ()) -> Found:
     """The files of ``inputs``, folders searched through, in an order that depends on their names alone.
 
     A file's kind follows from its name: ``.jsonl`` (also ``.jsonl.gz``), ``.parquet``, else text. extensions: what to
     take from folders (default: JSON lines, parquet and ``TEXT_EXTENSIONS``); files named in ``inputs`` are always
     taken. exclude: patterns of the shell; a file in a folder is left out when one matches its name, its path below the
-    folder, or the name or path of any folder on the way.
-    Raises CorpusError for an input that does not exist and when nothing is found.
+    folder, or the name or path of any folder on the way; it is not counted as skipped.
+    Raises CorpusError for an input that does not exist and when nothing is found; it then says what was skipped.
     """
     wanted = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions) or (*KINDS, *TEXT_EXTENSIONS)
-    found: list[Source] = []
+    sources: list[Source] = []
+    skipped: Counter[str] = Counter()
     for item in map(Path, inputs):
         if item.is_dir():
-            below = sorted(_walk(item, exclude))
-            found += [Source(item / name, _kind(name)) for name in below if name.lower().endswith(wanted)]
+            for name in sorted(_walk(item, exclude)):
+                if name.lower().endswith(wanted):
+                    sources.append(Source(item / name, _kind(name)))
+                else:
+                    skipped[Path(name).suffix.lower() or "(none)"] += 1
         elif item.is_file():
-            found.append(Source(item, _kind(item.name)))
+            sources.append(Source(item, _kind(item.name)))
         else:
             why = "is neither a file nor a folder" if item.exists() else "does not exist"
             raise CorpusError(f"--input {item} {why}")
-    if not found:
+    by_count = dict(sorted(skipped.items(), key=lambda entry: (-entry[1], entry[0])))
+    if not sources:
+        where = ", ".join(map(str, inputs))
+        what = f"{where} holds only files of other extensions: {describe_skipped(by_count)}" if skipped else ""
         raise CorpusError(
-            f"no file found in {', '.join(map(str, inputs))}; --extensions says which to take from folders "
+            f"{what or f'no file found in {where}'}; --extensions says which to take from folders "
             f"(now {' '.join(wanted)}), --exclude which not"
         )
-    return found
+    return Found(tuple(sources), by_count)
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """``12 skipped: 9 .pyc, 3 (none)``: all files that ``Found.skipped`` counts, and the most frequent extensions."""
+    named = ", ".join(f"{count:,} {extension}" for extension, count in list(skipped.items())[:EXTENSIONS_SHOWN])
+    return f"{sum(skipped.values()):,} skipped: {named}" + (", ..." if len(skipped) > EXTENSIONS_SHOWN else "")
 
 
 def _kind(name: str) -> Kind:

@@ -6,7 +6,7 @@ import hashlib
 import multiprocessing
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from itertools import batched
 import numpy as np
 
 from megaring.data.indexed import CorpusError, IndexedWriter, corpus_paths
-from megaring.data.inputs import Document, find_sources, read_documents
+from megaring.data.inputs import Document, describe_skipped, find_sources, read_documents
 from megaring.data.optional import need
 from megaring.data.record import CorpusRecord, record_path
 from megaring.data.tokenizers import Tokenizer, load_tokenizer
@@ -75,6 +75,8 @@ class Prepared:
         ]
         if self.undecodable:
             lines.append(f"  not UTF-8      {len(self.undecodable):,} skipped: {named}")
+        if record.skipped_files:
+            lines.append(f"  other files    {describe_skipped(record.skipped_files)}")
         return "\n".join(lines)
 
 
@@ -93,6 +95,7 @@ class _Part:
 
     prefix: str
     writer: IndexedWriter
+    skipped_files: Mapping[str, int] = field(default_factory=dict)
     empty: int = 0
     undecodable: list[str] = field(default_factory=list)
 
@@ -109,6 +112,7 @@ class _Part:
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id,
             append_eod=append_eod,
+            skipped_files=self.skipped_files,
         )
         self.writer.commit({record_path(self.prefix): record.to_json()})
         return Prepared(self.prefix, record, lengths, tuple(self.undecodable))
@@ -118,7 +122,8 @@ def prepare(config: PrepareConfig) -> list[Prepared]:
     """Write ``output_prefix`` and, with a ``valid_fraction``, ``output_prefix_valid``, all or nothing.
 
     Documents come in the order of ``find_sources`` and, inside a file, of its rows. Empty ones and those that are not
-    UTF-8 are left out and counted (in the record of the first corpus).
+    UTF-8 are left out and counted, as are the files of folders that have other extensions (in the record of the first
+    corpus).
     Raises CorpusError for inputs that cannot be read, an output that exists (without ``overwrite``), ``append_eod``
     without such an id, and a corpus that would be empty.
     """
@@ -134,11 +139,12 @@ def prepare(config: PrepareConfig) -> list[Prepared]:
         raise CorpusError(
             f"tokenizer {tokenizer.name} names no end-of-document token; give --eod-token with --append-eod"
         )
-    sources = find_sources(config.inputs, config.extensions, config.exclude)
-    total = len(sources) if all(source.kind == "text" for source in sources) else None
-    documents = _with_progress(read_documents(sources, config.json_key), total)
+    found = find_sources(config.inputs, config.extensions, config.exclude)
+    total = len(found.sources) if all(source.kind == "text" for source in found.sources) else None
+    documents = _with_progress(read_documents(found.sources, config.json_key), total)
     with ExitStack() as stack:
         parts = [_Part(p, stack.enter_context(IndexedWriter(p, tokenizer.vocab_size))) for p in prefixes]
+        parts[0].skipped_files = found.skipped
         ending = np.asarray([tokenizer.eod_id] if config.append_eod else [], dtype=np.int64)
         for encoded in _encode_all(documents, config):
             if encoded.ids is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from megaring.data.indexed import REBUILD, CorpusError, IndexedCorpus
@@ -17,6 +18,7 @@ class CorpusRecord:
     included). longest: tokens of the longest document. empty_documents: dropped, they had no text.
     undecodable_documents: skipped, they were not UTF-8 text. tokenizer: its name or file name. vocab_size: ids it can
     give, all below this. eod_id: its end-of-document id, if it has one. append_eod: whether documents end with it.
+    skipped_files: files of input folders that were left out for their extension, counted by it.
     """
 
     largest_id: int
@@ -29,6 +31,7 @@ class CorpusRecord:
     vocab_size: int
     eod_id: int | None
     append_eod: bool
+    skipped_files: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of the record file."""
@@ -43,6 +46,7 @@ def record_path(prefix: str | Path) -> Path:
 def read_record(corpus: IndexedCorpus) -> CorpusRecord | None:
     """The record beside ``corpus``, or None when there is none (Megatron's own tools write none).
 
+    One that does not say which files were skipped says that none were.
     Raises CorpusError when it cannot be read or its counts are not those of the index.
     """
     path = record_path(corpus.prefix)
@@ -50,8 +54,9 @@ def read_record(corpus: IndexedCorpus) -> CorpusRecord | None:
         return None
     try:
         data = json.loads(path.read_text())
+        data["skipped_files"] = dict(data.get("skipped_files", {}))
         record = CorpusRecord(**{field.name: data[field.name] for field in fields(CorpusRecord)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorpusError(f"{path} is not a corpus record ({error!r}); {REBUILD}, or delete the record") from error
     if (record.documents, record.tokens) != (len(corpus), corpus.num_tokens):
         raise CorpusError(

@@ -7,11 +7,11 @@ import socket
 import pytest
 
 from megaring.data.indexed import CorpusError
-from megaring.data.inputs import find_sources, read_documents
+from megaring.data.inputs import describe_skipped, find_sources, read_documents
 
 
 def texts(path, json_key="text"):
-    return [document.read() for document in read_documents(find_sources([path]), json_key)]
+    return [document.read() for document in read_documents(find_sources([path]).sources, json_key)]
 
 
 def jsonl(path, *rows):
@@ -40,17 +40,37 @@ def tree(tmp_path):
 )
 def test_folders(tree, extensions, exclude, expected):
     if not expected:
-        with pytest.raises(CorpusError, match=r"no file found in .*--extensions says which"):
+        with pytest.raises(CorpusError, match=r"holds only files of other extensions: .*; --extensions says which"):
             find_sources([tree], extensions, exclude)
         return
-    found = find_sources([tree], extensions, exclude)
+    found = find_sources([tree], extensions, exclude).sources
     assert [source.path.relative_to(tree).as_posix() for source in found] == expected.split()
     assert {source.kind for source in found} == {"text"}
 
 
 def test_named_files_are_taken_whatever_their_extension(tree):
-    found = find_sources([tree / "image.png", tree / "pkg"], [".md"], ["image.png"])
+    found = find_sources([tree / "image.png", tree / "pkg"], [".md"], ["image.png"]).sources
     assert [source.path.name for source in found] == ["image.png", "a.md"]
+
+
+def test_files_of_other_extensions_are_counted(tree):
+    for name in ("b.pyc", "pkg/c.PYC", "pkg/LICENSE", ".hidden", "x.tar.gz", "left.out"):
+        (tree / name).write_text(name)
+    found = find_sources([tree, tree / "image.png"], [".py"], ["site-packages", "test", "left.*"])
+    # By count, then by name; neither what --exclude names nor what is named itself is skipped for its extension.
+    assert list(found.skipped.items()) == [(".pyc", 2), ("(none)", 2), (".gz", 1), (".md", 1), (".png", 1)]
+    assert describe_skipped(found.skipped) == "7 skipped: 2 .pyc, 2 (none), 1 .gz, 1 .md, 1 .png"
+    assert describe_skipped({**found.skipped, ".z": 1}) == "8 skipped: 2 .pyc, 2 (none), 1 .gz, 1 .md, 1 .png, ..."
+    assert find_sources([tree / "image.png"]).skipped == {}
+
+
+def test_nothing_but_files_of_other_extensions(tree):
+    message = r"pkg holds only files of other extensions: 3 skipped: 2 \.py, 1 \.md; --extensions says which .*\.tex\)"
+    with pytest.raises(CorpusError, match=message):
+        find_sources([tree / "pkg"], [".tex"])
+    (tree / "empty").mkdir()
+    with pytest.raises(CorpusError, match=r"^no file found in .*/empty; --extensions says which"):
+        find_sources([tree / "empty"])
 
 
 def test_missing_input(tree):

@@ -58,6 +58,15 @@ def test_documents_counts_and_record(config, append_eod):
     assert "1 skipped: " in summary
 
 
+def test_files_of_other_extensions_are_recorded(config, tmp_path):
+    for name in ("a.bin", "sub/b.bin", "sub/Makefile"):
+        (tmp_path / "in" / name).write_bytes(b"\0")
+    train, valid = prepare(replace(config, valid_fraction=0.5, seed=2))
+    assert read_record(IndexedCorpus(config.output_prefix)).skipped_files == {".bin": 2, "(none)": 1}
+    assert "\n  other files    3 skipped: 2 .bin, 1 (none)" in train.describe()
+    assert "other files" not in valid.describe()
+
+
 def test_surrogates_in_json_are_reported(config, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "\\ud800"}\n{"text": "fine"}\n')
     (made,) = prepare(replace(config, inputs=(str(tmp_path / "in.jsonl"),)))

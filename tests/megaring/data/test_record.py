@@ -1,6 +1,7 @@
 """The record beside an index."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ RECORD = CorpusRecord(
     vocab_size=257,
     eod_id=256,
     append_eod=False,
+    skipped_files={".pyc": 3},
 )
 
 
@@ -30,6 +32,13 @@ def corpus(make_corpus):
 
 def test_round_trip(corpus):
     assert read_record(corpus) == RECORD
+
+
+def test_record_that_does_not_count_skipped_files(corpus):
+    data = json.loads(RECORD.to_json())
+    del data["skipped_files"]
+    record_path(corpus.prefix).write_text(json.dumps(data))
+    assert read_record(corpus) == replace(RECORD, skipped_files={})
 
 
 def test_no_record(corpus):
@@ -47,7 +56,7 @@ def test_record_of_another_index(corpus, field):
         read_record(corpus)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"documents": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"documents": 2}', '{"skipped_files": 2}'])
 def test_broken_record(corpus, text):
     record_path(corpus.prefix).write_text(text)
     with pytest.raises(CorpusError, match=r"corpus\.json is not a corpus record"):
