@@ -60,6 +60,14 @@ class FeedForward:
         made += moe * hidden * (matrices * (self.topk * self.expert_hidden + self.shared_hidden) + self.experts)
         return made + self.vocab * hidden
 
+    def read(self, hidden: int, layers: int, rows: int) -> float:
+        """Parameters that a step of ``rows`` rows reads: of the experts, those that it is expected to visit."""
+        matrices = 3 if self.gated else 2
+        unread = self.experts * (1 - self.topk / self.experts) ** rows if self.experts else 0.0
+        skipped = (layers - self.dense_layers) * matrices * hidden * self.expert_hidden * unread
+        embedding = 0 if self.tied else self.vocab * hidden  # a row per token of it, which is nothing
+        return self.stored(hidden, layers) - skipped - embedding
+
 
 def _moe_layers(frequency: int | Sequence[int], layers: int) -> int:
     """How many layers have experts, from ``moe_layer_freq``: every N-th, or one flag per layer."""

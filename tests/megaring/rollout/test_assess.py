@@ -1,0 +1,75 @@
+"""From an actual batch to the scheduler's candidates."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rollout_shapes import V2_LITE, random_histories
+
+from megaring.rollout.assess import Group, candidates, misfit, passage
+from megaring.rollout.blocks import History, PageTable
+from megaring.rollout.calibration import Constants
+from megaring.rollout.cost import Batch, step_stages
+from megaring.rollout.footprint import rank_bytes
+from megaring.rollout.layout import CP, DP, LAYOUTS, TP
+from megaring.rollout.scheduler import Policy, Scheduler
+
+RATES = Constants(5e14, 4e14, 4e12, 3e12, 3e11, 2e-5, step_overhead=1e-3)
+GROUP = Group(V2_LITE, 4, memory=10 * 2**30, reserve=2**20, constants=RATES)
+
+
+def test_costs_are_those_of_the_model():
+    histories = [History(i, i % 4, 1000 + i) for i in range(6)]
+    found = candidates(GROUP, TP, histories, [1, 1, 0, 1, 1, 0])
+    batch = Batch(*map(np.array, ([0, 1, 3, 0], [1001, 1002, 1004, 1005], [1] * 4)))
+    for name, layout in LAYOUTS.items():
+        assert found[name].seconds == step_stages(V2_LITE, layout, 4, batch, RATES).seconds
+        assert not found[name].misfit
+    assert found["TP"].exposed == 0
+
+
+def test_fit_counts_the_tokens_that_the_step_appends():
+    histories = [History(0, 1, 128), History(1, 2, 70, origins=(0, 0))]  # page 1 is shared, with 64 against 6 tokens
+    with pytest.raises(ValueError, match="copy it first"):
+        candidates(GROUP, TP, histories, [1, 1])
+    histories = [History(0, 1, 70), History(1, 2, 70, origins=(0, 0))]
+    after = PageTable.from_histories([History(0, 1, 71), History(1, 2, 71, origins=(0,))], 4)
+    assert len(after) == 3  # whoever appends has copied the partly filled page
+    used = rank_bytes(V2_LITE, DP, after)
+    exact = replace(GROUP, memory=max(used) + GROUP.reserve)
+    assert not candidates(exact, DP, histories, [1, 1])["DP"].misfit
+    short = candidates(replace(exact, memory=exact.memory - 1), DP, histories, [1, 1])
+    assert "would hold" in short["DP"].misfit
+
+
+def test_a_full_rank_is_named():
+    table = PageTable.from_histories([History(0, 2, 64)], 4)
+    assert misfit(replace(GROUP, memory=0), DP, table).startswith("rank 2 would hold")
+    assert misfit(GROUP, DP, table) == ""
+
+
+def test_passages_that_have_no_room():
+    table = PageTable.from_histories(random_histories(2, 4), 4)
+    larger = max(max(rank_bytes(V2_LITE, layout, table)) for layout in (TP, CP))
+    tight = replace(GROUP, memory=larger + GROUP.reserve)
+    found = candidates(tight, TP, random_histories(2, 4), [0] * 9)
+    assert not found["CP"].misfit
+    assert "of one layer in transit" in found["CP"].no_passage
+    decision = Scheduler(TP, Policy(forced="CP")).decide(found)
+    assert (decision.action, decision.reason) == ("defer", found["CP"].no_passage)
+
+
+def test_exposure_of_a_passage():
+    table = PageTable.from_histories([History(i, i % 4, 64 * 512) for i in range(8)], 4)
+    step = 27 * 1e-3 + RATES.step_overhead
+    way = passage(GROUP, DP, CP, table, step, early=False)
+    assert way.blocking == pytest.approx(27 * way.transfer)
+    assert way.exposed == pytest.approx(way.transfer)  # every other layer hides behind a millisecond
+    assert passage(GROUP, DP, CP, table, step).exposed == 0
+    slow = passage(GROUP, DP, TP, table, 27 * 1e-5 + RATES.step_overhead, early=False)
+    assert slow.exposed == pytest.approx(slow.transfer + 26 * (slow.transfer - 1e-5))
+
+
+def test_an_idle_batch_has_candidates_too():
+    found = candidates(GROUP, CP, [], [])
+    assert {each.seconds for each in found.values()} == {RATES.step_overhead}
