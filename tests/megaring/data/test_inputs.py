@@ -58,9 +58,9 @@ def test_files_of_other_extensions_are_counted(tree):
         (tree / name).write_text(name)
     found = find_sources([tree, tree / "image.png"], [".py"], ["site-packages", "test", "left.*"])
     # By count, then by name; neither what --exclude names nor what is named itself is skipped for its extension.
-    assert list(found.skipped.items()) == [(".pyc", 2), ("(none)", 2), (".gz", 1), (".md", 1), (".png", 1)]
-    assert describe_skipped(found.skipped) == "7 skipped: 2 .pyc, 2 (none), 1 .gz, 1 .md, 1 .png"
-    assert describe_skipped({**found.skipped, ".z": 1}) == "8 skipped: 2 .pyc, 2 (none), 1 .gz, 1 .md, 1 .png, ..."
+    assert list(found.skipped.items()) == [("(none)", 2), (".pyc", 2), (".gz", 1), (".md", 1), (".png", 1)]
+    assert describe_skipped(found.skipped) == "7 skipped: 2 (none), 2 .pyc, 1 .gz, 1 .md, 1 .png"
+    assert describe_skipped({**found.skipped, ".z": 1}) == "8 skipped: 2 (none), 2 .pyc, 1 .gz, 1 .md, 1 .png, ..."
     assert find_sources([tree / "image.png"]).skipped == {}
 
 
