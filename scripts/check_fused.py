@@ -1,9 +1,15 @@
 """Check and time the fused forward kernel on one Hopper GPU.
 
 ``python scripts/check_fused.py --out results.json`` builds the kernels, checks each device layer alone, then whole
-calls against fp64 on up to eight virtual ranks, then a peer that never comes, and times four shapes beside cuDNN and
-FlashAttention-2. Every stage has a limit; one that fails or hangs ends its process, and a fresh one takes
-the next stage, so a sticky CUDA error does not spread.
+calls against fp64 on up to eight virtual ranks, CUDA graphs, large offsets, roles that pause at random, a peer that
+never comes and 240 mixes of long and short sequences, and times four shapes beside cuDNN and FlashAttention-2. Every
+stage has a limit; one that fails or hangs ends its process, and a fresh one takes the next stage, so a sticky CUDA
+error does not spread. ``--stages mixes --part 2/3`` runs the second third of the mixes.
+
+Under NVIDIA's checker, which slows the kernels down, a worker runs by itself and waits are given longer:
+
+    compute-sanitizer --tool racecheck python scripts/check_fused.py --worker --stages simple --wait-seconds 60 \\
+        --out progress.jsonl
 """
 
 from __future__ import annotations
@@ -11,15 +17,29 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-STAGES = ("build", "units", "simple", "plain", "random", "watchdog", "timing")
-LIMITS = {"build": 40, "units": 15, "simple": 25, "plain": 15, "random": 30, "watchdog": 10, "timing": 45}  # seconds
+LIMITS = {  # seconds of each stage, in their order
+    "build": 40,
+    "units": 15,
+    "simple": 25,
+    "plain": 15,
+    "random": 30,
+    "graph": 15,
+    "offsets": 30,
+    "delays": 60,
+    "watchdog": 10,
+    "mixes": 150,
+    "timing": 90,
+}
+STAGES = tuple(LIMITS)
 IMPORT_SECONDS = 30.0  # a fresh worker's imports may take this long, on top of a stage's limit
 
 
@@ -28,7 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("check_fused.json"), help="where to write the results")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"comma-separated, of {', '.join(STAGES)}")
-    parser.add_argument("--total-seconds", type=float, default=110.0, help="no stage runs past this")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="which part of the mixes to run")
+    parser.add_argument("--wait-seconds", type=float, default=1.0, help="bound of the waits in the simple stage")
+    parser.add_argument("--total-seconds", type=float, default=400.0, help="no stage runs past this")
     parser.add_argument("--folder", type=Path, help="cache of compiled kernels (default: the user's)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -36,7 +58,7 @@ def main() -> int:
     if unknown := set(stages) - set(STAGES):
         parser.error(f"unknown stages {sorted(unknown)}; choose from {', '.join(STAGES)}")
     if options.worker:
-        _work(stages, options.out, options.folder)
+        _work(stages, options)
         return 0
     end = time.monotonic() + options.total_seconds
     results: dict[str, dict] = {stage: {"rows": [], "seconds": 0.0, "note": "not run"} for stage in stages}
@@ -62,7 +84,9 @@ def _supervise(stages: list[str], end: float, options: argparse.Namespace, resul
     progress = options.out.with_name(f"{options.out.stem}.progress")
     progress.write_text("")
     command = [sys.executable, "-u", str(Path(__file__).resolve()), "--worker", "--stages", ",".join(stages)]
-    command += ["--out", str(progress), *(["--folder", str(options.folder)] if options.folder else [])]
+    command += ["--out", str(progress), "--part", "{}/{}".format(*options.part)]
+    command += ["--wait-seconds", str(options.wait_seconds)]
+    command += ["--folder", str(options.folder)] if options.folder else []
     errors = progress.with_suffix(".errors")
     with open(errors, "w") as file:
         worker = subprocess.Popen(command, stderr=file)
@@ -115,22 +139,36 @@ def _save(path: Path, results: dict[str, dict]) -> None:
     )
 
 
-def _work(stages: list[str], progress: Path, folder: Path | None) -> None:
-    """The worker: runs stages one after another and appends to ``progress`` what it finds."""
+def _part(text: str) -> tuple[int, int]:
+    """``2/3`` as (2, 3)."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 1/3, 2/3 or 3/3")
+    return int(match[1]), int(match[2])
+
+
+def _work(stages: list[str], options: argparse.Namespace) -> None:
+    """The worker: runs stages one after another and appends to ``options.out`` what it finds."""
     # Here and not above, so that only workers touch the GPU.
+    from megaring.kernels.checks import robust
     from megaring.kernels.checks import stages as checks
+    from megaring.kernels.checks.mixes import check_mixes
     from megaring.kernels.checks.timing import time_forward
 
     run: dict[str, Callable[[Path | None], Iterator[dict]]] = {
         "build": checks.check_build,
         "units": checks.check_units,
-        "simple": checks.check_simple,
+        "simple": partial(checks.check_simple, timeout_s=options.wait_seconds),
         "plain": checks.check_plain,
         "random": checks.check_random,
+        "graph": robust.check_graph,
+        "offsets": robust.check_offsets,
+        "delays": robust.check_delays,
         "watchdog": checks.check_watchdog,
+        "mixes": partial(check_mixes, part=options.part),
         "timing": time_forward,
     }
-    with open(progress, "a") as file:
+    with open(options.out, "a") as file:
 
         def tell(**message: object) -> None:
             file.write(json.dumps(message) + "\n")
@@ -140,7 +178,7 @@ def _work(stages: list[str], progress: Path, folder: Path | None) -> None:
             print(f"== {stage}", flush=True)
             start = time.monotonic()
             tell(stage=stage)
-            for row in run[stage](folder):
+            for row in run[stage](options.folder):
                 tell(stage=stage, row=row)
             tell(stage=stage, seconds=time.monotonic() - start)
 

@@ -29,8 +29,10 @@ class Specialisation:
         return f"{self.function} {values}".strip()
 
 
-def forward(head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = True) -> Specialisation:
-    """The forward kernel for a head dimension of 64 or 128."""
+def forward(
+    head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = True, delays: bool = False
+) -> Specialisation:
+    """The forward kernel for a head dimension of 64 or 128. delays: for tests, the roles pause at random."""
     if head_dim not in (64, 128):
         raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
     return Specialisation(
@@ -41,6 +43,7 @@ def forward(head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = Tr
             ("MEGARING_BFLOAT16", int(bfloat16)),
             ("MEGARING_CAUSAL", int(causal)),
             ("MEGARING_PING_PONG", int(ping_pong)),
+            *((("MEGARING_DELAYS", 1),) if delays else ()),
         ),
         registers=FORWARD_REGISTERS,
         shared_bytes=6 * 128 * head_dim * 2 + 2 * 16384 + 1024,

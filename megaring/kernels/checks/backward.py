@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from buddyring.placement import Placement
 from megaring.kernels.arena import ArenaLayout, LocalDomain
 from megaring.kernels.backward_plan import plan_backward
-from megaring.kernels.checks.forward import Case, packed
+from megaring.kernels.checks.calls import packed
+from megaring.kernels.checks.forward import Case
 from megaring.kernels.checks.units import relative_error
 from megaring.kernels.megaring_backward import BackwardCall, Workspace, backward_to_device, megaring_backward
 from megaring.kernels.megaring_forward import RankCall, megaring_forward

@@ -11,10 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from buddyring.placement import Placement
-from megaring.kernels.arena import ArenaLayout, LocalDomain
+from megaring.kernels.checks.calls import prepare
 from megaring.kernels.checks.units import relative_error
-from megaring.kernels.forward_plan import plan_forward
-from megaring.kernels.megaring_forward import RankCall, megaring_forward, to_device
 
 OUTPUT_FLOOR = 1e-3
 LSE_LIMIT = 2e-6
@@ -155,37 +153,20 @@ def run_case(
         return torch.randn(total, heads, case.head_dim, device=device, generator=generator).to(case.dtype)
 
     q, k, v = values(case.query_heads), values(case.kv_heads), values(case.kv_heads)
-    scale = case.head_dim**-0.5
-    plans = [plan_forward(placement.shards(rank), causal=case.causal) for rank in range(case.ranks)]
-    layout = ArenaLayout(max(plan.arena_tiles for plan in plans), case.kv_heads, case.head_dim)
-    domain = LocalDomain(case.ranks, layout, device)
-    for arena in domain.arenas:
-        arena[layout.data_offset :] = 0xFF  # NaN in both types
-    indices = [torch.from_numpy(placement.shards(rank).tokens.copy()).to(device) for rank in range(case.ranks)]
-    calls = []
-    for plan, index in zip(plans, indices, strict=True):
-        parts = packed([tensor[index] for tensor in (q, k, v)], plan.rows, case.strided)
-        out = torch.full(parts[0].shape, float("nan"), dtype=case.dtype, device=device)
-        lse = torch.full(parts[0].shape[:2], float("nan"), device=device)
-        calls.append(RankCall(to_device(plan, device), *parts, out, lse))
-
+    calls = prepare(placement, (q, k, v), causal=case.causal, strided=case.strided)
+    calls.run(timeout_s=timeout_s, ping_pong=ping_pong, folder=folder)
+    first = calls.outputs()
+    repeatable = True
+    for _ in range(repeats - 1):
+        calls.poison()
+        calls.run(timeout_s=timeout_s, ping_pong=ping_pong, folder=folder)
+        repeatable &= calls.differing(first) == 0
+    detail = "rows of no sequence are not cleared" if calls.dirty() else ""
     output, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"), device=device)
-    detail, first = "", None
-    for _ in range(repeats):
-        for call in calls:
-            call.out.fill_(float("nan"))
-            call.lse.fill_(float("nan"))
-        megaring_forward(domain, calls, softmax_scale=scale, timeout_s=timeout_s, ping_pong=ping_pong, folder=folder)
-        torch.cuda.synchronize()
-        domain.check()
-        for call, index in zip(calls, indices, strict=True):
-            output[index], lse[index] = call.out[: len(index)], call.lse[: len(index)]
-            if (call.out[len(index) :] != 0).any() or (call.lse[len(index) :] != float("-inf")).any():
-                detail = "rows of no sequence are not cleared"
-        first = (output.clone(), lse.clone()) if first is None else first
-    repeatable = torch.equal(first[0], output) and torch.equal(first[1], lse)
+    for call, index in zip(calls.calls, calls.tokens, strict=True):
+        output[index], lse[index] = call.out[: len(index)], call.lse[: len(index)]
 
-    wanted, wanted_lse, library = _judge(case, q, k, v, scale)
+    wanted, wanted_lse, library = _judge(case, q, k, v, calls.scale)
     if not output.isfinite().all():
         bad = (~output.isfinite()).any(dim=2).any(dim=1).nonzero().flatten()
         detail = f"{len(bad)} of {total} rows are not finite, from {int(bad[0])} on"
@@ -200,19 +181,6 @@ def run_case(
         repeatable,
         detail,
     )
-
-
-def packed(parts: list[torch.Tensor], rows: int, strided: bool) -> list[torch.Tensor]:
-    """Local tensors with ``rows`` rows, NaN wherever no token is; as views into one tensor if ``strided``."""
-    heads = [part.shape[1] for part in parts]
-    if strided:
-        whole = torch.full((rows, sum(heads), parts[0].shape[2]), float("nan"), dtype=parts[0].dtype, device="cuda")
-        made = list(whole.split(heads, dim=1))
-    else:
-        made = [part.new_full((rows, *part.shape[1:]), float("nan")) for part in parts]
-    for target, part in zip(made, parts, strict=True):
-        target[: len(part)] = part
-    return made
 
 
 def _judge(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:

@@ -59,9 +59,9 @@ def check_units(folder: Path | None) -> Iterator[dict]:
         yield {"name": name, "passed": passed, "checks": checks}
 
 
-def check_simple(folder: Path | None) -> Iterator[dict]:
+def check_simple(folder: Path | None, *, timeout_s: float = 1.0) -> Iterator[dict]:
     """Whole calls, one difficulty more at a time."""
-    yield from _cases(simple_cases(), folder, quiet=False)
+    yield from _cases(simple_cases(), folder, quiet=False, timeout_s=timeout_s)
 
 
 def check_plain(folder: Path | None) -> Iterator[dict]:
@@ -86,14 +86,20 @@ def check_random(folder: Path | None) -> Iterator[dict]:
 
 
 def _cases(
-    cases: Iterable[Case], folder: Path | None, *, quiet: bool, end: float | None = None, ping_pong: bool = True
+    cases: Iterable[Case],
+    folder: Path | None,
+    *,
+    quiet: bool,
+    end: float | None = None,
+    ping_pong: bool = True,
+    timeout_s: float = 1.0,
 ) -> Iterator[dict]:
     failures = 0
     for case in cases:
         if end is not None and time.monotonic() > end:
             return
         try:
-            result = run_case(case, folder=folder, ping_pong=ping_pong)
+            result = run_case(case, folder=folder, ping_pong=ping_pong, timeout_s=timeout_s)
         except PeerTimeout as error:
             print(f"FAIL {case.label} seed {case.seed}: {error}")
             yield {"name": case.label, "passed": False, "detail": str(error)}
