@@ -93,11 +93,7 @@ def preflight(options: argparse.Namespace, world_size: int) -> Run:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Folders that can be written to, and options that only say something beside another."""
-    if options.finetune and not options.load:
-        raise UserError("--finetune takes the weights of a checkpoint: name its folder by --load")
-    if options.wandb_exp_name is not None and not options.wandb_project:
-        raise UserError("--wandb-exp-name names a run of a project: give --wandb-project as well")
+    """Refuse folders that cannot be written to."""
     for name in ("output_dir", "save"):
         value = getattr(options, name)
         if value is None:
@@ -124,8 +120,6 @@ def _plan_options(options: argparse.Namespace, parallel: ParallelConfig) -> dict
     capacity = options.capacity
     if capacity is None and options.cp_scheduler == "buddyring":
         capacity = _round_up(int(CAPACITY_SLACK * options.token_budget / ranks), parallel.rank_multiple)
-    if options.cp_scheduler_target is not None and options.cp_scheduler != "megatron":
-        raise UserError("--cp-scheduler-target is a setting of --cp-scheduler megatron; leave it out")
     if options.cp_scheduler == "megatron" and ranks > 2:
         raise UserError(
             f"--cp-scheduler megatron can place a sequence across the halves of a domain of {ranks} ranks, which no "

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megaring.errors import UserError
+from megaring.idle import refuse_idle
 from megaring.options import Parser, build_parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options from the command line over those of ``--recipe`` over the parser's own defaults.
 
-    Raises UserError for an unknown option or recipe key (naming the nearest one) and for values that do not parse.
+    Raises UserError for an unknown option or recipe key (naming the nearest one), for values that do not parse, and for
+    options that do nothing beside the others (``megaring.idle``).
     """
     parser = build_parser()
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -23,9 +25,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         recipe = first.parse_known_args(argv)[0].recipe
     except SystemExit:
         raise UserError("--recipe needs the path of a YAML file") from None
-    if recipe:
-        parser.set_defaults(**recipe_defaults(parser, Path(recipe)))
-    return parser.parse_args(argv)
+    defaults = recipe_defaults(parser, Path(recipe)) if recipe else {}
+    parser.set_defaults(**defaults)
+    options = parser.parse_args(argv)
+    refuse_idle(options, flags=_flags(argv), recipe_keys=defaults.keys())
+    return options
+
+
+def _flags(argv: Sequence[str]) -> set[str]:
+    """Names of the options that a command line gives, whatever their values."""
+    parser = build_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(argv)))
 
 
 def recipe_defaults(parser: Parser, path: Path) -> dict[str, Any]:

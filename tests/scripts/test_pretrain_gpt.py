@@ -89,6 +89,7 @@ def test_a_damaged_corpus_ends_the_run_with_one_line(tmp_path, how, parts):
         (["--window-size", "64"], "--window-size is not supported"),
         (["--seq-length", "128"], "--overlong split"),
         (["--attention-backend", "fused"], "--attention-backend fused"),
+        (["--recompute-method", "block"], "--recompute-method has no effect without --recompute-granularity"),
     ],
 )
 def test_a_bad_option_ends_the_run_with_one_line(tmp_path, argv, part):

@@ -11,7 +11,7 @@ from megaring.data.record import CorpusRecord, record_path
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),
     *("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.02"),
-    *("--token-budget", "2048", "--seq-length", "1536", "--lr", "1e-3", "--lr-warmup-iters", "1", "--eval-iters", "1"),
+    *("--token-budget", "2048", "--seq-length", "1536", "--lr", "1e-3", "--lr-warmup-iters", "1"),
 ]
 
 

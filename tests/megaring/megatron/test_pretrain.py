@@ -65,7 +65,7 @@ def test_the_whole_path_gives_the_gradient_of_one_process(pool, corpora, one_pro
 def test_a_resumed_run_repeats_the_losses_digit_for_digit(pool, corpora, tmp_path, layout):
     argv = [
         *("--data-path", corpora[0], "--valid-data-path", corpora[1], "--output-dir", str(tmp_path)),
-        *("--train-iters", "5", "--save-interval", "2", "--eval-interval", "1", *layout),
+        *("--train-iters", "5", "--save-interval", "2", "--eval-interval", "1", "--eval-iters", "1", *layout),
     ]
     pool.run(4, train, argv, timeout=LIMIT)
     straight = losses(tmp_path)
@@ -82,7 +82,8 @@ def test_a_resumed_run_repeats_the_losses_digit_for_digit(pool, corpora, tmp_pat
 def test_evaluation_does_not_disturb_training(pool, corpora, tmp_path):
     argv = ["--data-path", corpora[0], "--train-iters", "3"]
     pool.run(2, train, [*argv, "--output-dir", str(tmp_path / "without")], timeout=LIMIT)
-    held_out = ["--valid-data-path", corpora[1], "--eval-interval", "1", "--output-dir", str(tmp_path / "with")]
+    held_out = ["--valid-data-path", corpora[1], "--eval-interval", "1", "--eval-iters", "1"]
+    held_out += ["--output-dir", str(tmp_path / "with")]
     pool.run(2, train, [*argv, *held_out], timeout=LIMIT)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert len(metrics(tmp_path / "with", "valid")) == 4
