@@ -48,6 +48,7 @@ struct BackwardRank {
   i64 output_gradient_stride;
   i64 output_gradient_head_stride;
   const int4* key_tasks;
+  const i32* order;  // of the tasks: key task * groups of query heads + group
   const int2* query_tiles;
   const int4* owned;
   float* statistics;      // [2 (LSE * log2(e), delta), query heads, query tiles * 64]
@@ -58,7 +59,7 @@ struct BackwardRank {
   i32 num_key_tasks;
   i32 num_query_tiles;
   i32 num_owned;
-  i32 unused[17];
+  i32 unused[15];
 };
 static_assert(sizeof(BackwardRank) == 448, "mirrored by the host");
 
@@ -67,10 +68,9 @@ struct BackwardArguments {
   BackwardRank ranks[kLaunchRanks];
   u64 counts_offset;  // bytes from the start of an arena
   u64 sums_offset;
-  i32 heads_per_task;    // query heads of one KV head that share a task: divides their ratio
-  i32 groups_per_section;  // groups of heads_per_task heads whose tasks are mixed
+  i32 heads_per_task;  // query heads of one KV head that share a task: divides their ratio
   float softmax_scale;
-  i32 unused[9];
+  i32 unused[10];
 };
 static_assert(sizeof(BackwardArguments) == sizeof(Arguments) + 8 * sizeof(BackwardRank) + 64, "mirrored by the host");
 

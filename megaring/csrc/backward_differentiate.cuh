@@ -72,42 +72,81 @@ class Differentiator {
     const i32 diagonal_tiles = kCausal && slot.diagonal ? 2 : 0;
     const u32 end = block + count * arguments_.heads_per_task;
     i32 tile = 0;
+    float scores[32];
+    float slopes[32];
+    float query_part[kQueryRegisters];
+    u32 packed[16];
+    u32 packed_slopes[16];
+    start_scores(block, scores);
+    start_slopes(block, slopes);
+    finish_scores(block, key_tokens, diagonal_tiles ? 0 : 128, scores, slopes, packed, packed_slopes);
 #pragma unroll 1
-    for (; block < end; ++block) {
-      step(block, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, key_sums, value_sums, query_sums);
+    for (; block + 1 < end; ++block) {
+      start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
+      add_queries(block, value_sums, query_part, query_sums);
+#if MEGARING_EXPERIMENT & 2
+      wgmma_wait<0>(key_sums);
+      release(&mailbox().query_empty[block % kStages]);
+      start_scores(block + 1, scores);
+      start_slopes(block + 1, slopes);
+#elif MEGARING_EXPERIMENT & 8
+      start_scores(block + 1, scores);
+      wgmma_wait<1>(key_sums);
+      release(&mailbox().query_empty[block % kStages]);
+      start_slopes(block + 1, slopes);
+#else
+      start_scores(block + 1, scores);
+      start_slopes(block + 1, slopes);
+      wgmma_wait<2>(key_sums);
+      release(&mailbox().query_empty[block % kStages]);
+#endif
       ++tile;
       query_sums += across;
       if (tile == count) {
         tile = 0;
         query_sums += kPart - count * across;
       }
+      finish_scores(block + 1, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, scores, slopes, packed,
+                    packed_slopes);
     }
+    start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
+    add_queries(block, value_sums, query_part, query_sums);
+    wgmma_wait<0>(key_sums);
+    release(&mailbox().query_empty[block % kStages]);
+    ++block;
     const KeySlot task = slot;
     release(&mailbox().keys_empty);
     store(task, key_sums, value_sums);
   }
 
-  // One query tile of one head. `offset` is that of its first row from the first key, 128 where causality hides nothing.
-  __device__ __forceinline__ void step(u32 block, i32 key_tokens, i32 offset,
-                                       float (&key_sums)[kSumRegisters], float (&value_sums)[kSumRegisters],
-                                       float* query_sums) {
+  // Starts S^T of a query tile.
+  __device__ __forceinline__ void start_scores(u32 block, float (&scores)[32]) const {
     const u32 stage = block % kStages;
-    const u32 round = block / kStages;
-    float scores[32];
-    float slopes[32];  // dP^T, then dS^T
-    u32 packed[16];
-    wait(&mailbox().query_full[stage], round);
+    wait(&mailbox().query_full[stage], block / kStages);
     const i32 rows = mailbox().rows[stage];
     if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.query(stage), kQueryHalfBytes, rows, kQueryRows);
     wgmma_fence();
     multiply_transposed(scores, shared_.key(), shared_.query(stage));
     wgmma_commit();
-    wait(&mailbox().gradient_full[stage], round);
+  }
+
+  // Starts dP^T of a query tile whose S^T has been started.
+  __device__ __forceinline__ void start_slopes(u32 block, float (&slopes)[32]) const {
+    const u32 stage = block % kStages;
+    wait(&mailbox().gradient_full[stage], block / kStages);
+    const i32 rows = mailbox().rows[stage];
     if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.gradient(stage), kQueryHalfBytes, rows, kQueryRows);
     wgmma_fence();
     multiply_transposed(slopes, shared_.value(), shared_.gradient(stage));
     wgmma_commit();
+  }
 
+  // Waits for S^T and dP^T, and makes of it P^T and dS^T, packed, and dS^T in shared memory too. `offset` is
+  // that of the tile's first row from the first key, 128 where causality hides nothing.
+  __device__ __forceinline__ void finish_scores(u32 block, i32 key_tokens, i32 offset, float (&scores)[32],
+                                                float (&slopes)[32], u32 (&packed)[16],
+                                                u32 (&packed_slopes)[16]) const {
+    const u32 stage = block % kStages;
     wgmma_wait<1>(scores);
 #pragma unroll
     for (u32 j = 0; j < 8; ++j) {
@@ -118,11 +157,7 @@ class Differentiator {
       scores[4 * j + 3] = exp2_fast(__fmaf_rn(scores[4 * j + 3], arguments_.base.scale, -lse.y));
     }
     if (key_tokens < static_cast<i32>(kTileRows) || offset < 128) mask(scores, key_tokens, offset);
-#pragma unroll
-    for (u32 i = 0; i < 16; ++i) packed[i] = pack_half<kBfloat16>(scores[2 * i], scores[2 * i + 1]);
-
     wgmma_wait<0>(slopes);
-    u32 packed_slopes[16];
 #pragma unroll
     for (u32 j = 0; j < 8; ++j) {
       const float2 delta = load_shared_f32x2(shared_.delta(stage) + (8 * j + column()) * 4);
@@ -132,28 +167,39 @@ class Differentiator {
                                                       scores[4 * j + 3] * (slopes[4 * j + 3] - delta.y));
     }
     store_scores(shared_.scores(block % 2), packed_slopes);
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) packed[i] = pack_half<kBfloat16>(scores[2 * i], scores[2 * i + 1]);
+    fence_proxy_async_shared();
+  }
 
+  // Starts dV, dQ and dK of a query tile whose scores are finished.
+  __device__ __forceinline__ void start_gradients(u32 block, const u32 (&packed)[16], const u32 (&packed_slopes)[16],
+                                                  float (&key_sums)[kSumRegisters], float (&value_sums)[kSumRegisters],
+                                                  float (&query_part)[kQueryRegisters]) const {
+    const u32 stage = block % kStages;
     wgmma_fence();
     multiply_queries(value_sums, packed, shared_.gradient(stage));
     wgmma_commit();
-    fence_proxy_async_shared();
     named_barrier_sync(kScoreBarrier, kConsumers * kWarpgroup);
-    float query_part[kQueryRegisters];
     wgmma_fence();
     multiply_keys(query_part, shared_.scores(block % 2));
     wgmma_commit();
-    wgmma_wait<1>(value_sums);
-    release(&mailbox().gradient_empty[stage]);
-    wgmma_fence();
     multiply_queries(key_sums, packed_slopes, shared_.query(stage));
     wgmma_commit();
+  }
+
+  // Waits for dV and dQ, and adds the latter to memory.
+  __device__ __forceinline__ void add_queries(u32 block, float (&value_sums)[kSumRegisters],
+                                              float (&query_part)[kQueryRegisters], float* query_sums) const {
+    wgmma_wait<2>(value_sums);
+    release(&mailbox().gradient_empty[block % kStages]);
     wgmma_wait<1>(query_part);
+#if !(MEGARING_EXPERIMENT & 1)
 #pragma unroll
     for (u32 j = 0; j < kQueryRegisters / 4; ++j) {
       sum_add(query_sums + j * 4 * kWarpgroup, query_part + 4 * j);
     }
-    wgmma_wait<0>(key_sums);
-    release(&mailbox().query_empty[stage]);
+#endif
   }
 
   // result[64 keys, 64 queries] = A[64 of 128 keys, head dim] x B[64 queries, head dim]^T.

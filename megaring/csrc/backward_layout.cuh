@@ -20,8 +20,8 @@ constexpr u32 kStages = MEGARING_STAGES;  // of query tiles and their gradients
 
 // Register quotas, as in the forward.
 constexpr u32 kLaunchRegisters = 168;
-constexpr u32 kProducerRegisters = 40;
-constexpr u32 kConsumerRegisters = 232;
+constexpr u32 kProducerRegisters = MEGARING_EXPERIMENT & 10 ? 40 : 24;
+constexpr u32 kConsumerRegisters = MEGARING_EXPERIMENT & 10 ? 232 : 240;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kLaunchRegisters * (1 + kConsumers),
               "quotas above the launch's registers would never be granted");
 

@@ -35,16 +35,13 @@ class Loader {
   }
 
  private:
-  // Tasks run through sections of head groups; inside one, through the key tiles, and for each through its groups.
   __device__ __forceinline__ void feed(u32 task) {
     const Arguments& base = arguments_.base;
     const u32 groups = base.query_heads / arguments_.heads_per_task;
-    const u32 per_section = more_.num_key_tasks * arguments_.groups_per_section;
-    const u32 first_group = task / per_section * arguments_.groups_per_section;
-    const u32 width = min(static_cast<u32>(arguments_.groups_per_section), groups - first_group);
-    const u32 first_head = (first_group + task % per_section % width) * arguments_.heads_per_task;
+    const u32 place = __ldg(more_.order + task);
+    const u32 first_head = place % groups * arguments_.heads_per_task;
     const i32 kv_head = first_head / (base.query_heads / base.kv_heads);
-    const int4* entry = more_.key_tasks + 2 * (task % per_section / width);
+    const int4* entry = more_.key_tasks + 2 * (place / groups);
     const int4 keys = __ldg(entry);         // key_row, key_tokens, owner, remote
     const int4 queries = __ldg(entry + 1);  // query_begin, query_end, diagonal, slot
 

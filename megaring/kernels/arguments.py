@@ -74,6 +74,7 @@ class BackwardRank(ctypes.Structure):
         ("output_gradient_stride", ctypes.c_int64),
         ("output_gradient_head_stride", ctypes.c_int64),
         ("key_tasks", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
         ("query_tiles", ctypes.c_uint64),
         ("owned", ctypes.c_uint64),
         ("statistics", ctypes.c_uint64),
@@ -84,7 +85,7 @@ class BackwardRank(ctypes.Structure):
         ("num_key_tasks", ctypes.c_int32),
         ("num_query_tiles", ctypes.c_int32),
         ("num_owned", ctypes.c_int32),
-        ("unused", ctypes.c_int32 * 17),
+        ("unused", ctypes.c_int32 * 15),
     )
 
 
@@ -97,9 +98,8 @@ class BackwardArguments(ctypes.Structure):
         ("counts_offset", ctypes.c_uint64),
         ("sums_offset", ctypes.c_uint64),
         ("heads_per_task", ctypes.c_int32),
-        ("groups_per_section", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
-        ("unused", ctypes.c_int32 * 9),
+        ("unused", ctypes.c_int32 * 10),
     )
 
 

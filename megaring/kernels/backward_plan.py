@@ -23,11 +23,12 @@ class BackwardPlan:
     """One rank's backward call.
 
     forward: the plan of the forward call, whose arena and sends it shares.
-    key_tasks: ``[n, 8]`` int32, most query tiles first: first row (of the rank's tensors, or of the arena), tokens,
+    key_tasks: ``[n, 8]`` int32, sequence by sequence: first row (of the rank's tensors, or of the arena), tokens,
     owning rank, 1 if in the arena, first and past-the-last query tile, 1 if the first two query tiles hold the same
     tokens, slot of the owner's sums or -1.
     query_tiles: ``[m, 2]`` int32: first packed row, rows. owned: ``[k, 4]`` int32: slot, first packed row, tokens, key
-    tasks of all ranks that add to it. slots: of the rank's own sums. sum_all: as given.
+    tasks of all ranks that add to it. slots: of the rank's own sums. sum_all: as given. held: ``[n]``, each
+    task's sequence, by its place among those that the rank holds.
     """
 
     forward: ForwardPlan
@@ -36,6 +37,7 @@ class BackwardPlan:
     owned: np.ndarray
     slots: int
     sum_all: bool
+    held: np.ndarray
 
 
 def plan_backward(shards: Shards, *, causal: bool = True, sum_all: bool = False) -> BackwardPlan:
@@ -56,6 +58,7 @@ def plan_backward(shards: Shards, *, causal: bool = True, sum_all: bool = False)
     query_tiles: list[np.ndarray] = []
     owned: list[np.ndarray] = []
     places = arena_places(shards, causal)
+    tasks_held: list[int] = []
     first_query = 0
     for held in range(len(shards.sequences)):
         part = _sequence(shards, held, causal)
@@ -86,17 +89,40 @@ def plan_backward(shards: Shards, *, causal: bool = True, sum_all: bool = False)
             slot = slots_of(owner)[sequence][chunk] + np.arange(len(tiles))
             tasks.append(_tasks(tiles, owner, 1, np.full(len(tiles), first), end, 0, slot))
         first_query = end
+        tasks_held.append(sum(map(len, tasks)) - sum(tasks_held))
     key_tasks = np.concatenate(tasks) if tasks else np.empty((0, 8), dtype=np.int64)
-    order = np.argsort(key_tasks[:, 4] - key_tasks[:, 5], kind="stable")
     own_slots = np.concatenate(owned) if owned else np.empty((0, 4), dtype=np.int64)
     return BackwardPlan(
         forward=forward,
-        key_tasks=key_tasks[order].astype(np.int32),
+        key_tasks=key_tasks.astype(np.int32),
         query_tiles=(np.concatenate(query_tiles) if query_tiles else np.empty((0, 2))).astype(np.int32),
         owned=own_slots.astype(np.int32),
         slots=len(own_slots),
         sum_all=sum_all,
+        held=np.repeat(np.arange(len(tasks_held)), tasks_held),
     )
+
+
+def task_order(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
+    """The order in which ``workers`` CTAs take tasks: ``[n * groups]`` int32, key task * groups + group of query heads.
+
+    A sequence's tasks of one group of heads follow each other, since they read the same queries and add to the same dQ:
+    that keeps both in L2. The longest sequences come first, and of one block the tasks with most query tiles. The last
+    tasks, as many as can keep all workers busy for the longest one's time, are ordered by length alone, so that workers
+    end together.
+    """
+    tiles = (plan.key_tasks[:, 5] - plan.key_tasks[:, 4]).astype(np.int64)
+    if not len(tiles):
+        return np.empty(0, dtype=np.int32)
+    longest = np.zeros(int(plan.held.max()) + 1, dtype=np.int64)
+    np.maximum.at(longest, plan.held, tiles)
+    task, group = (each.ravel() for each in np.divmod(np.arange(len(tiles) * groups), groups))
+    order = np.lexsort((-tiles[task], group, plan.held[task], -longest[plan.held[task]]))
+    work = np.cumsum(tiles[task[order]][::-1])[::-1]  # from each task to the end
+    last = int(np.searchsorted(-work, -int(tiles.max()) * workers))
+    tail = order[last:]
+    order[last:] = tail[np.argsort(-tiles[task[tail]], kind="stable")]
+    return (task * groups + group)[order].astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from pathlib import Path
 from megaring.kernels.specialisations import Specialisation
 
 ARCHITECTURE = "sm_90a"
-OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++20", "-default-device", "--ptxas-options=-v")
+# Without NVRTC's own cache, which would answer a repeated compilation with a cubin but no log to read.
+OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++20", "-default-device", "--ptxas-options=-v", "--no-cache")
 LOCK_SECONDS = 300.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,11 +12,9 @@ from megaring.errors import UserError
 from megaring.kernels import specialisations
 from megaring.kernels.arena import LocalDomain
 from megaring.kernels.arguments import BackwardArguments, TensorMap
-from megaring.kernels.backward_plan import QUERY_TILE, BackwardPlan
+from megaring.kernels.backward_plan import QUERY_TILE, BackwardPlan, task_order
 from megaring.kernels.driver import load, multiprocessors, tensor_map
 from megaring.kernels.megaring_forward import DevicePlan, RankCall, check_calls, pack, to_device
-
-L2_BUDGET = 40 << 20  # bytes of queries, output gradients and dQ sums that a section of head groups may span
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +26,14 @@ class DeviceBackwardPlan:
     key_tasks: torch.Tensor
     query_tiles: torch.Tensor
     owned: torch.Tensor
+    _orders: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def order(self, groups: int, workers: int) -> torch.Tensor:
+        """``task_order`` on the device, made at its first use."""
+        key = (groups, workers)
+        if key not in self._orders:
+            self._orders[key] = torch.from_numpy(task_order(self.plan, *key)).to(self.key_tasks.device)
+        return self._orders[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +87,7 @@ def megaring_backward(
     timeout_s: float = 60.0,
     reserved_sms: int = 0,
     stages: int = 2,
-    l2_budget: int = L2_BUDGET,
+    experiment: int = 0,
     folder: Path | None = None,
 ) -> None:
     """Differentiate for the ranks in ``calls``, in one launch on the current stream; fills dq, dk and dv of each.
@@ -105,6 +111,7 @@ def megaring_backward(
             bfloat16=first.q.dtype == torch.bfloat16,
             causal=first.plan.plan.causal,
             stages=stages,
+            experiment=experiment,
         ),
         device,
         folder,
@@ -121,16 +128,13 @@ def megaring_backward(
     )
     arguments.counts_offset, arguments.sums_offset = domain.layout.counts_offset, domain.layout.sums_offset
     arguments.heads_per_task = heads_per_task
-    tokens = max(call.plan.plan.forward.tokens for call in calls)
-    group_bytes = max(1, tokens * heads_per_task * head_dim * (2 + 2 + 4))
-    arguments.groups_per_section = min(query_heads // heads_per_task, max(1, l2_budget // group_bytes))
     arguments.softmax_scale = softmax_scale
     for slot, call in enumerate(calls):
-        _pack(arguments.ranks[slot], call)
+        _pack(arguments.ranks[slot], call, call.plan.order(query_heads // heads_per_task, ctas_per_rank))
     kernel.launch(ctas_per_rank * len(calls), specialisations.FORWARD_THREADS, [arguments])
 
 
-def _pack(target, call: BackwardCall) -> None:
+def _pack(target, call: BackwardCall, order: torch.Tensor) -> None:
     plan, workspace = call.plan, call.workspace
     if plan.plan.forward.tokens:
         target.query = TensorMap.from_buffer_copy(tensor_map(call.forward.q, QUERY_TILE))
@@ -138,8 +142,8 @@ def _pack(target, call: BackwardCall) -> None:
     target.output_rows, target.output_gradient_rows = call.forward.out.data_ptr(), call.output_gradient.data_ptr()
     target.output_stride, target.output_head_stride, _ = call.forward.out.stride()
     target.output_gradient_stride, target.output_gradient_head_stride, _ = call.output_gradient.stride()
-    target.key_tasks, target.query_tiles = plan.key_tasks.data_ptr(), plan.query_tiles.data_ptr()
-    target.owned = plan.owned.data_ptr()
+    target.key_tasks, target.order = plan.key_tasks.data_ptr(), order.data_ptr()
+    target.query_tiles, target.owned = plan.query_tiles.data_ptr(), plan.owned.data_ptr()
     target.statistics, target.query_sums = workspace.statistics.data_ptr(), workspace.query_sums.data_ptr()
     target.query_gradient, target.key_gradient = call.dq.data_ptr(), call.dk.data_ptr()
     target.value_gradient = call.dv.data_ptr()

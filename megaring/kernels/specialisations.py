@@ -50,7 +50,7 @@ def forward(
     )
 
 
-def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2) -> Specialisation:
+def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2, experiment: int = 0) -> Specialisation:
     """The backward kernel for a head dimension of 64 or 128. stages: query tiles in shared memory at once."""
     if head_dim not in (64, 128):
         raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
@@ -63,6 +63,7 @@ def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2) ->
             ("MEGARING_BFLOAT16", int(bfloat16)),
             ("MEGARING_CAUSAL", int(causal)),
             ("MEGARING_STAGES", stages),
+            ("MEGARING_EXPERIMENT", experiment),
         ),
         registers=FORWARD_REGISTERS,
         shared_bytes=keys + stages * (queries + statistics) + scores + 2 * 16384 + 512,

@@ -1,9 +1,11 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from emulation import deliver, poisoned
 from test_forward_plan import CASES, HEAD_DIM, KV_HEADS, QUERY_HEADS, dense, placement
 
-from megaring.kernels.backward_plan import QUERY_TILE, plan_backward
+from megaring.kernels.backward_plan import QUERY_TILE, plan_backward, task_order
 from megaring.kernels.forward_plan import TILE
 
 SCALE = 0.3
@@ -106,7 +108,15 @@ def test_walking_the_plans_differentiates_attention_over_whole_sequences(name, c
             np.testing.assert_allclose(gradients[: each.num_tokens], right[each.tokens], rtol=1e-10, atol=1e-10)
 
 
-def test_the_longest_tasks_come_first():
+def test_every_task_of_every_group_is_taken_once_and_the_last_ones_are_short():
     plan = plan_backward(placement("mixed groups").shards(0))
-    tiles = (plan.key_tasks[:, 5] - plan.key_tasks[:, 4]).tolist()
-    assert tiles == sorted(tiles, reverse=True) and len(set(tiles)) > 3
+    tiles = plan.key_tasks[:, 5] - plan.key_tasks[:, 4]
+    for groups, workers in ((1, 1), (3, 2), (8, 132)):
+        order = task_order(plan, groups, workers)
+        assert sorted(order.tolist()) == list(range(len(tiles) * groups))
+        taken = tiles[order // groups].tolist()
+        last = next(i for i in range(len(taken)) if sum(taken[i:]) <= max(taken) * workers)
+        assert taken[last:] == sorted(taken[last:], reverse=True) and len(set(taken)) > 3
+        blocks = [(int(plan.held[place // groups]), place % groups) for place in order[:last].tolist()]
+        assert sum(before != after for before, after in pairwise(blocks)) == len(set(blocks)) - 1 if blocks else True
+    assert task_order(plan_backward(placement("an empty rank").shards(3)), 4, 132).size == 0
