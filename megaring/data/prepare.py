@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import batched
+from pathlib import Path
 
 import numpy as np
 
@@ -125,8 +126,9 @@ def prepare(config: PrepareConfig) -> list[Prepared]:
     UTF-8 are left out and counted, as are the files of folders that have other extensions (in the record of the first
     corpus).
     Raises CorpusError for inputs that cannot be read, an output that exists (without ``overwrite``), ``append_eod``
-    without such an id, and a corpus that would be empty.
+    without such an id, a setting that would do nothing, and a corpus that would be empty.
     """
+    _refuse_idle(config)
     if not 0 <= config.valid_fraction < 1:
         raise CorpusError(f"--valid-fraction is {config.valid_fraction}; it must be at least 0 and below 1")
     prefixes = [config.output_prefix] + ([f"{config.output_prefix}_valid"] if config.valid_fraction else [])
@@ -140,6 +142,8 @@ def prepare(config: PrepareConfig) -> list[Prepared]:
             f"tokenizer {tokenizer.name} names no end-of-document token; give --eod-token with --append-eod"
         )
     found = find_sources(config.inputs, config.extensions, config.exclude)
+    if config.json_key != PrepareConfig.json_key and all(source.kind == "text" for source in found.sources):
+        raise CorpusError("--json-key has no effect: all inputs are text files; leave it out, or check --extensions")
     total = len(found.sources) if all(source.kind == "text" for source in found.sources) else None
     documents = _with_progress(read_documents(found.sources, config.json_key), total)
     with ExitStack() as stack:
@@ -159,6 +163,16 @@ def prepare(config: PrepareConfig) -> list[Prepared]:
                 raise CorpusError(_why_empty(part, parts, config))
         # The training corpus comes last: where it exists, everything does.
         return [part.commit(tokenizer, config.append_eod) for part in reversed(parts)][::-1]
+
+
+def _refuse_idle(config: PrepareConfig) -> None:
+    """Raise CorpusError for a setting that does nothing beside the others."""
+    if config.seed != PrepareConfig.seed and not config.valid_fraction:
+        raise CorpusError("--seed has no effect without --valid-fraction: give that as well, or leave it out")
+    if all(Path(item).is_file() for item in config.inputs):
+        for name in ("extensions", "exclude"):
+            if getattr(config, name):
+                raise CorpusError(f"--{name} has no effect: it chooses among files of folders, and no --input is one")
 
 
 def _why_empty(part: _Part, parts: list[_Part], config: PrepareConfig) -> str:

@@ -162,6 +162,24 @@ def test_fraction(config, fraction):
         prepare(replace(config, valid_fraction=fraction))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("seed", 3, {"valid_fraction": 0.5}),
+        ("extensions", (".txt",), {"inputs": ("in",)}),
+        ("exclude", ("*.py",), {"inputs": ("in",)}),
+        ("json_key", "body", {"inputs": ("a.jsonl", "in/a.txt")}),
+    ],
+)
+def test_settings_that_would_do_nothing(config, tmp_path, name, value, remedy):
+    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    idle = replace(config, inputs=(str(tmp_path / "in" / "a.txt"),), **{name: value})
+    with pytest.raises(CorpusError, match=f"^--{name.replace('_', '-')} has no effect"):
+        prepare(idle)
+    remedy = {**remedy, "inputs": tuple(str(tmp_path / item) for item in remedy.get("inputs", ("in",)))}
+    prepare(replace(idle, **remedy))
+
+
 def test_no_text_or_none_on_one_side_leaves_nothing(config, tmp_path):
     with pytest.raises(CorpusError, match="1 documents are empty and 0 are not UTF-8"):
         prepare(replace(config, inputs=(str(tmp_path / "in" / "b.txt"),)))
