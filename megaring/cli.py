@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from megaring import build
 from megaring.doctor import examine, report_lines
+from megaring.errors import UserError
+from megaring.rollout import cli as rollout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="megaring", description="The megaring command.", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="{doctor,build}")
+    commands = parser.add_subparsers(required=True, metavar="{doctor,build,rollout}")
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can run, and why not more",
@@ -31,6 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     build.add_arguments(builder)
     builder.set_defaults(run=build.run)
+    worker = commands.add_parser(
+        "rollout",
+        help="plan and run generation whose attention layout changes while requests run",
+        description=rollout.DESCRIPTION,
+        allow_abbrev=False,
+    )
+    rollout.add_arguments(worker)
     options = parser.parse_args(arguments)
     try:
         status = options.run(options)
@@ -38,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left: not an error, and no traceback at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except UserError as error:
+        print(f"megaring: error: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"megaring: error: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
         return 2

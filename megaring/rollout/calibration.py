@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -45,8 +46,8 @@ class Constants:
 
 _RANGES = {"overlap": "it is a fraction of at most 1", "step_overhead": "it is finite and not negative"}
 _UNITS = {
-    "projection_flops": (1e12, "TFLOP/s", "projections and MLPs"),
-    "attention_flops": (1e12, "TFLOP/s", "attention"),
+    "projection_flops": (1e12, "TFLOP/s", "in projections and MLPs"),
+    "attention_flops": (1e12, "TFLOP/s", "in attention"),
     "weight_bandwidth": (1e9, "GB/s", "reading weights"),
     "kv_bandwidth": (1e9, "GB/s", "reading the KV cache"),
     "link_bandwidth": (1e9, "GB/s", "received by a rank in a collective"),
@@ -67,12 +68,14 @@ class Calibration:
 
     def lines(self) -> list[str]:
         """The constants as a table, under a heading."""
-        rows = []
-        for name, value in asdict(self.constants).items():
-            scale, unit, meaning = _UNITS[name]
-            rows.append([name, f"{value / scale:,.4g}", unit.ljust(7), meaning])
-        table = format_table(["constant", "value", "unit", "of"], rows)
-        return [f"{self.machine}: {self.origin}" + (f" ({self.made})" if self.made else ""), *table]
+        values = asdict(self.constants)
+        table = format_table(
+            ["constant", "value"], [[name, f"{value / _UNITS[name][0]:,.4g}"] for name, value in values.items()]
+        )
+        said = [f"{unit} {meaning}".strip() for _, unit, meaning in map(_UNITS.__getitem__, values)]
+        heading = f"{self.machine}: {self.origin}" + (f" ({self.made})" if self.made else "")
+        rows = [f"{row}  {each}" for row, each in zip(table[1:], said, strict=True)]
+        return [*textwrap.wrap(heading, 120), table[0], *rows]
 
 
 def measure(machine: str, benchmarks: Mapping[str, Callable[[], float]]) -> Calibration:

@@ -108,9 +108,12 @@ class ModelShape:
         }
         return cls(**{**fields, **changes})
 
-    def with_changes(self, **changes: Any) -> Self:
-        """The same model with other fields, for example fewer layers or another precision."""
-        return replace(self, **changes)
+    def cut(self, layers: int) -> Self:
+        """The same model with its first ``layers`` layers only."""
+        rest = self.feed_forward
+        if rest is not None:
+            rest = replace(rest, dense_layers=min(rest.dense_layers, layers))
+        return replace(self, layers=layers, feed_forward=rest)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
