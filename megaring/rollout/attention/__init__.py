@@ -1,0 +1,1 @@
+"""Attention over paged KV, in the four layouts."""

@@ -1,0 +1,231 @@
+"""Run a Megatron-Core decoder over T ranks, step by step, in the layout that each plan names.
+
+Every rank makes a ``Runner`` over its own part of the model and calls ``step`` with the same plans. No gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megaring.backends.precision import wide
+from megaring.rollout.arena import Arena
+from megaring.rollout.attention.gqa import Gqa
+from megaring.rollout.attention.layouts import FORWARD, Layer
+from megaring.rollout.batch import Batch
+from megaring.rollout.blocks import PageTable
+from megaring.rollout.checks import check_plan, growth
+from megaring.rollout.decoder import Decoder
+from megaring.rollout.layout import OWNERS, POSITIONS, TP, Layout, layout_named
+from megaring.rollout.ledger import Ledger
+from megaring.rollout.manifest import Manifest, make_manifest
+from megaring.rollout.pages import EntryShape, Pages
+from megaring.rollout.projections import Projections, SlotLayout
+from megaring.rollout.ranks import Ranks
+from megaring.rollout.room import Room
+from megaring.rollout.rotary import Rotary
+from megaring.rollout.shape import ModelShape
+from megaring.rollout.step import BLOCKING, PlanError, StepPlan, StepResult
+from megaring.rollout.switch import State, Switch
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """KV pages of one owner, each over all layers: ``free`` now and ``total`` with no request at all."""
+
+    free: int
+    total: int
+
+
+class Runner:
+    """One rank of a generation worker.
+
+    ``memory``: bytes of the arena, which holds the attention projections and all KV pages; ``reserve``: bytes of it
+    that a switch leaves alone. ``layout``: to begin with. ``vocab_size``: columns of the logits, if the embedding is
+    padded. ``weight_version``: of the weights in the model, whose projections move into the arena: from now on change
+    parameters in place, then call ``refit``.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        ranks: Ranks,
+        *,
+        memory: int,
+        reserve: int = 0,
+        layout: Layout,
+        vocab_size: int | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        model.eval()
+        self.ranks, self.weight_version = ranks, weight_version
+        self.decoder = Decoder(model, ranks, vocab_size)
+        dtype = self.decoder.dtype
+        self.shape = ModelShape.from_config(self.decoder.config, weight_bytes=dtype.itemsize, kv_bytes=dtype.itemsize)
+        self.shape.check_ranks(ranks.size)
+        entry = EntryShape.of(self.shape, ranks.size)
+        unit_bytes = entry.unit_bytes(dtype)
+        self.arena = Arena(memory // unit_bytes, unit_bytes, self.decoder.device)
+        self.pages = Pages(self.arena, entry, self.shape.layers, dtype)
+        attentions = [layer.self_attention for layer in self.decoder.layers]
+        modules = [{each.name: getattr(part, each.name) for each in self.shape.projections} for part in attentions]
+        slot = SlotLayout.of(self.shape, ranks.size, dtype.itemsize, unit_bytes)
+        self.projections = Projections(self.arena, slot, modules, ranks.rank, dtype)
+        self.room = Room(self.arena.units, self.shape.layers, entry.groups, slot, -(-reserve // unit_bytes))
+        ranks.check_equal(repr((self.room, self.shape)), "the model or the memory of their arenas")
+        self.ledger = Ledger(ranks.size)
+        self.layout = TP
+        self._kinds = [Gqa(attention, self.shape, ranks) for attention in attentions]
+        self._state = State(ranks, self.arena, self.pages, self.projections)
+        self.refit(weight_version)
+        if layout is not TP:
+            self._start_in(layout)
+
+    def refit(self, version: int) -> None:
+        """The parameters have been written: rebuild what depends on them; collective. No step runs until it returns.
+
+        Cached tokens of live requests stay as the old weights made them; release the requests that shall not keep them.
+        """
+        self.weight_version = None
+        self.projections.check_adopted()
+        with torch.no_grad():
+            for kind in self._kinds:
+                kind.rebuild()
+            if not self.layout.sharded_projections:
+                for layer in range(self.shape.layers):
+                    self.projections.gather(layer, self.ranks)
+        self.weight_version = version
+
+    def capacity(self, layout: Layout | None = None) -> list[Capacity]:
+        """What each owner has room for under ``layout``, the present one by default.
+
+        Where all ranks share the histories, every owner is told the room of the fullest rank.
+        """
+        layout = layout or self.layout
+        total = self.room.total_pages(layout)
+        free = total - self.ledger.pages_held(layout)
+        if layout.history != OWNERS:
+            free, total = np.full_like(free, free.min()), np.full_like(total, total.min())
+            if layout.history == POSITIONS:  # pages of one request take turns over the ranks
+                free, total = free * self.ranks.size, total * self.ranks.size
+        return [Capacity(int(each), int(whole)) for each, whole in zip(free, total, strict=True)]
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one plan; collective. Raises PlanError, on all ranks alike, for one that cannot be run and leaves all as
+        it was; any other error leaves the worker unusable.
+        """
+        began = time.perf_counter()
+        check_plan(plan, self.ledger, self.layout, self.weight_version, self.decoder.vocab_size)
+        self.projections.check_adopted()
+        switch, deferred = self._decide(plan)
+        self._release(plan.release)
+        if switch is not None:
+            self.layout = switch.manifest.destination
+        if deferred is None:
+            for request, owner in plan.owners:
+                self.ledger.move(request, owner)
+        for fork in plan.forks:
+            self.ledger.fork(fork.request, fork.source, fork.tokens)
+        for chunk in plan.chunks:
+            self.ledger.append(chunk.request, chunk.owner, len(chunk.tokens))
+        self.pages.reserve_slots(self.ledger.slots_made)
+        logits, experts = self._forward(plan, switch)
+        self.ledger.settle()
+        return StepResult(
+            plan.step,
+            self.layout.name,
+            logits,
+            experts,
+            time.perf_counter() - began,
+            switched=switch is not None,
+            deferred=deferred,
+            moved_bytes=switch.manifest.total_bytes if switch is not None else 0,
+        )
+
+    def _decide(self, plan: StepPlan) -> tuple[Switch | None, str | None]:
+        """The switch of this step, agreed by all ranks, or why it waits. Changes nothing."""
+        destination = layout_named(plan.switch_to) if plan.switch_to else self.layout
+        deferred = None
+        if destination is not self.layout or plan.owners:
+            before = self.ledger.histories(without=plan.release)
+            after = self.ledger.histories(plan.owners, without=plan.release)
+            tables = [PageTable.from_histories(each, self.ranks.size) for each in (before, after)]
+            manifest = make_manifest(self.shape, self.layout, destination, *tables)
+            deferred = self.room.switch_shortage(manifest, growth(plan, self.ledger, destination, moved=True))
+            if deferred is None:
+                self.ranks.check_equal(manifest.digest, f"the manifest from {self.layout} to {destination}")
+                return Switch(manifest, self.ledger.slots_of(tables[0]), self._state), None
+        pages = self.ledger.pages_held(self.layout, plan.release) + growth(plan, self.ledger, self.layout, moved=False)
+        shortage = self.room.shortage(self.layout, pages)
+        if shortage:
+            raise PlanError(f"step {plan.step} does not fit: {shortage}. Release a request or plan fewer tokens")
+        return None, deferred
+
+    def _forward(self, plan: StepPlan, switch: Switch | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        decoder, layers = self.decoder, range(self.shape.layers)
+        if switch is not None:
+            if plan.mode == BLOCKING or not plan.chunks:
+                for layer in layers:
+                    switch.launch(layer)
+                    switch.commit(layer)
+                switch = None
+            else:
+                switch.launch(0)
+        if not plan.chunks:
+            for layer in layers:
+                self._conform(layer)
+            return torch.zeros(0, decoder.vocab_size, dtype=wide(decoder.dtype)), None
+        batch = Batch(plan, self.ledger, self.ranks.rank, decoder.device)
+        rotary = Rotary.at(batch.positions, decoder.model.rotary_pos_emb.inv_freq, decoder.dtype)
+        rows, chosen = decoder.embed(batch.tokens), []
+        groups, attend = self._state.groups(self.layout), FORWARD[self.layout]
+        for index in layers:
+            if switch is not None:
+                switch.commit(index)
+                if index + 1 < len(layers):
+                    switch.launch(index + 1)
+            self._conform(index)
+            module = decoder.layers[index]
+            layer = Layer(index, self._kinds[index], self.pages, groups, batch, rotary, self.ranks)
+            rows = rows + attend(layer, module.input_layernorm(rows))
+            out, visited = decoder.feed_forward(module, module.pre_mlp_layernorm(rows))
+            rows = rows + out
+            if visited is not None and plan.experts:
+                chosen.append(visited.nonzero()[:, 1].view(len(rows), -1))
+        experts = torch.stack(chosen, dim=1) if chosen else None
+        return decoder.logits(rows[batch.asked]), experts
+
+    def _release(self, requests: Iterable[int]) -> None:
+        for request in requests:
+            self.ledger.release(request)
+        if requests:
+            for layer in range(self.shape.layers):
+                self._conform(layer)
+            self.ledger.settle()
+
+    def _conform(self, layer: int) -> None:
+        """Make one layer's pages what the ledger says they are under the present layout."""
+        slots = np.array(sorted(self.ledger.touched), np.int64)
+        held = self.ledger.held(slots, self.layout, self.ranks.rank)
+        self.pages.allocate(layer, slots[held], self._state.groups(self.layout))
+        for source, destination in self.ledger.copies:
+            self.pages.copy_page(layer, source, destination)
+        self.pages.free(layer, slots[~held])
+
+    def _start_in(self, layout: Layout) -> None:
+        nothing = PageTable.from_histories([], self.ranks.size)
+        manifest: Manifest = make_manifest(self.shape, self.layout, layout, nothing)
+        shortage = self.room.switch_shortage(manifest, np.zeros(self.ranks.size, np.int64))
+        if shortage:
+            raise ValueError(f"{layout} does not fit: {shortage}. Give the arena more memory")
+        switch = Switch(manifest, np.zeros(0, np.int64), self._state)
+        for layer in range(self.shape.layers):
+            switch.launch(layer)
+            switch.commit(layer)
+        self.layout = layout

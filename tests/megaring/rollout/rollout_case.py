@@ -1,0 +1,103 @@
+"""Tiny models in the processes of the pool, generating under layouts and plans that a test names."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megaring.megatron import parallel
+from megaring.megatron.config import ModelConfig, ParallelConfig
+from megaring.megatron.model import build_model
+from megaring.megatron.transformer import transformer_config
+from megaring.rollout.layout import LAYOUTS
+from megaring.rollout.ranks import Ranks
+from megaring.rollout.runner import Runner
+
+VOCABULARY = 120  # the embedding has 128 rows
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=VOCABULARY,
+    seq_length=1024,
+    ffn_hidden_size=48,
+    num_experts=4,
+    moe_ffn_hidden_size=16,
+    init_method_std=0.3,
+)
+DENSE = replace(MODEL, num_experts=None, untie_embeddings_and_output_weights=False)
+MEMORY = 1 << 20  # bytes of a rank's arena
+TIMEOUT = timedelta(seconds=50)
+
+
+def make_model(ranks: int, model: ModelConfig, seed: int, dtype: torch.dtype) -> GPTModel:
+    """This rank's part of a model whose norms are not all ones."""
+    logging.disable(logging.INFO)
+    experts = ranks if model.num_experts else 1
+    layout = ParallelConfig(tensor_model_parallel_size=ranks, expert_model_parallel_size=experts)
+    parallel.start(layout, seed=0)
+    (chunk,) = build_model(model, layout, seed=seed)
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("norm.weight"):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    chunk.to(dtype)
+    if dtype == torch.float64:
+        chunk.config.moe_router_dtype = "fp64"
+    return chunk
+
+
+def make_runner(
+    ranks: int,
+    model: ModelConfig = MODEL,
+    *,
+    layout: str = "TP",
+    seed: int = 3,
+    dtype: torch.dtype = torch.float64,
+    memory: int = MEMORY,
+) -> Runner:
+    chunk = make_model(ranks, model, seed, dtype)
+    group = Ranks.over(parallel_state.get_tensor_model_parallel_group(), TIMEOUT) if ranks > 1 else Ranks.single()
+    return Runner(chunk, group, memory=memory, layout=LAYOUTS[layout], vocab_size=model.vocab_size)
+
+
+def plain_logits(
+    rank: int, world_size: int, model: ModelConfig, sequences: Sequence[np.ndarray], seed: int = 3
+) -> list[np.ndarray]:
+    """Logits of whole sequences from a stock Megatron model in fp64, one plain forward pass each; on one process."""
+    chunk = make_model(1, model, seed, torch.float64)
+    config = transformer_config(model, ParallelConfig())
+    config.params_dtype = torch.float64
+    config.moe_router_dtype = "fp64"
+    stock = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=model.num_experts, qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.seq_length,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+    ).double()
+    stock.eval()
+    weights = {name: value for name, value in chunk.state_dict().items() if value is not None}
+    assert not stock.load_state_dict(weights, strict=False).unexpected_keys
+    found = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence)[None]
+        future = torch.ones(1, 1, len(sequence), len(sequence)).triu(1).bool()
+        with torch.no_grad():
+            logits = stock(tokens, torch.arange(len(sequence))[None], future)
+        found.append(logits[0, :, : model.vocab_size].numpy())
+    parallel.stop()
+    return found
