@@ -4,7 +4,9 @@
 calls against fp64 on up to eight virtual ranks, CUDA graphs, large offsets, roles that pause at random, a peer that
 never comes and 240 mixes of long and short sequences, and times four shapes beside cuDNN and FlashAttention-2. Every
 stage has a limit; one that fails or hangs ends its process, and a fresh one takes the next stage, so a sticky CUDA
-error does not spread. ``--stages mixes --part 2/3`` runs the second third of the mixes.
+error does not spread. ``--stages mixes --part 2/3`` runs the second third of the mixes;
+``--stages timing --variant "no turns: ping_pong=False" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
+the kernel in one run.
 
 Under NVIDIA's checker, which slows the kernels down, a worker runs by itself and waits are given longer:
 
@@ -49,6 +51,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("check_fused.json"), help="where to write the results")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"comma-separated, of {', '.join(STAGES)}")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="which part of the mixes to run")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        metavar="NAME: OPTION=VALUE, ...",
+        help="time our kernel with these options of megaring_forward as well; repeatable (default: no turns)",
+    )
+    parser.add_argument("--rounds", type=int, default=14, help="of the timing")
     parser.add_argument("--wait-seconds", type=float, default=1.0, help="bound of the waits in the simple stage")
     parser.add_argument("--total-seconds", type=float, default=400.0, help="no stage runs past this")
     parser.add_argument("--folder", type=Path, help="cache of compiled kernels (default: the user's)")
@@ -85,7 +94,9 @@ def _supervise(stages: list[str], end: float, options: argparse.Namespace, resul
     progress.write_text("")
     command = [sys.executable, "-u", str(Path(__file__).resolve()), "--worker", "--stages", ",".join(stages)]
     command += ["--out", str(progress), "--part", "{}/{}".format(*options.part)]
-    command += ["--wait-seconds", str(options.wait_seconds)]
+    command += ["--wait-seconds", str(options.wait_seconds), "--rounds", str(options.rounds)]
+    for variant in options.variant or ():
+        command += ["--variant", variant]
     command += ["--folder", str(options.folder)] if options.folder else []
     errors = progress.with_suffix(".errors")
     with open(errors, "w") as file:
@@ -152,9 +163,13 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
     # Here and not above, so that only workers touch the GPU.
     from megaring.kernels.checks import robust
     from megaring.kernels.checks import stages as checks
+    from megaring.kernels.checks.contenders import parse_variant
     from megaring.kernels.checks.mixes import check_mixes
     from megaring.kernels.checks.timing import time_forward
 
+    timing = {"rounds": options.rounds}
+    if options.variant:
+        timing["variants"] = [parse_variant(text) for text in options.variant]
     run: dict[str, Callable[[Path | None], Iterator[dict]]] = {
         "build": checks.check_build,
         "units": checks.check_units,
@@ -166,7 +181,7 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
         "delays": robust.check_delays,
         "watchdog": checks.check_watchdog,
         "mixes": partial(check_mixes, part=options.part),
-        "timing": time_forward,
+        "timing": partial(time_forward, **timing),
     }
     with open(options.out, "a") as file:
 

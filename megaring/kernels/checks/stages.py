@@ -14,7 +14,7 @@ from buddyring.placement import Placement
 from megaring.build import faults
 from megaring.kernels.arena import ArenaLayout, LocalDomain, PeerTimeout
 from megaring.kernels.checks.forward import Case, random_case, run_case, simple_cases
-from megaring.kernels.checks.timing import driver_version
+from megaring.kernels.checks.gpu_state import driver_version
 from megaring.kernels.checks.units import unit_checks
 from megaring.kernels.compile import build, nvrtc_version
 from megaring.kernels.forward_plan import plan_forward
