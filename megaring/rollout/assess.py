@@ -78,28 +78,42 @@ def passage(
 
 
 def candidates(
-    group: Group, current: Layout, histories: Sequence[History], rows: Sequence[int], *, early: bool = True
+    group: Group,
+    current: Layout,
+    histories: Sequence[History],
+    rows: Sequence[int],
+    *,
+    forced: str | None = None,
+    early: bool = True,
 ) -> dict[str, Candidate]:
     """Every layout as a candidate for a step in which request i, with ``histories[i]`` cached, adds ``rows[i]`` rows.
 
     A layout fits if the histories fit as they will be after the step. Requests without rows (waiting in the arena)
-    count for memory only.
+    count for memory only. The way to a layout is worked out where it may be taken: where the layout is cheaper than
+    the current one, ``forced``, or the current one does not fit; elsewhere its exposure reads 0. That keeps most steps
+    free of the work of planning a switch, a millisecond for every 8,000 pages.
     """
-    table = PageTable.from_histories(histories, group.ranks)
     grown = [_grown(each, added) for each, added in zip(histories, rows, strict=True)]
     later = PageTable.from_histories(grown, group.ranks)
     active = [(each.owner, each.length, added) for each, added in zip(grown, rows, strict=True) if added]
     batch = Batch(*np.array(active, np.int64).reshape(-1, 3).T)
-    made = {}
-    for name, layout in LAYOUTS.items():
-        seconds = step_stages(group.shape, layout, group.ranks, batch, group.constants).seconds
-        found = misfit(group, layout, later)
-        if layout is current or found:
-            made[name] = Candidate(seconds, found)
-            continue
-        way = passage(group, current, layout, table, seconds, early=early)
+    costs = {
+        name: step_stages(group.shape, layout, group.ranks, batch, group.constants).seconds
+        for name, layout in LAYOUTS.items()
+    }
+    misfits = {name: misfit(group, layout, later) for name, layout in LAYOUTS.items()}
+    made = {name: Candidate(costs[name], misfits[name]) for name in LAYOUTS}
+    wanted = [
+        name
+        for name in LAYOUTS
+        if name != current.name and not misfits[name]
+        if costs[name] < costs[current.name] or misfits[current.name] or name == forced
+    ]
+    table = PageTable.from_histories(histories if wanted else [], group.ranks)
+    for name, layout in ((name, LAYOUTS[name]) for name in wanted):
+        way = passage(group, current, layout, table, costs[name], early=early)
         short = switch_shortage(way.manifest, group.memory, group.reserve)
-        made[name] = Candidate(seconds, "", way.exposed, str(short) if short else "")
+        made[name] = Candidate(costs[name], "", way.exposed, str(short) if short else "")
     return made
 
 

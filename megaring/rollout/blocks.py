@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ class History:
 
     ``length`` counts them. ``origins`` names, page by page from the first, the requests that wrote the leading pages
     which are shared with them; the remaining pages are the request's own. A page that is partly filled may be shared
-    too, until somebody appends to it and copies it.
+    too, until somebody appends to it and copies it. A request that starts over takes a new number.
     """
 
     request: int
@@ -36,10 +37,11 @@ class History:
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """The distinct pages of a batch, in order of (``origin``, ``index``), and the ranks that own them.
+    """The distinct pages of a batch and the ranks that own them.
 
-    Arrays over n pages: ``origin`` (the request that wrote the page), ``index`` (its place in that request), ``tokens``
-    (1 to 64 that it holds), all int64, and ``owners``, bool ``[n, ranks]``: the owners of the requests that use it.
+    First the pages that each request wrote itself, by request and place, then those whose writers have ended. Arrays
+    over n pages: ``origin`` (the request that wrote the page), ``index`` (its place in that request), ``tokens`` (1 to
+    64 that it holds), all int64, and ``owners``, bool ``[n, ranks]``: the owners of the requests that use it.
     """
 
     ranks: int
@@ -55,22 +57,39 @@ class PageTable:
         Raises ValueError for a repeated request, an owner outside the group, more shared pages than the request has,
         and for a shared page that its users do not agree on.
         """
-        rows = list(histories)
+        rows = sorted(histories, key=lambda each: each.request)
         _check(rows, ranks)
-        if not rows:
-            empty = np.zeros(0, np.int64)
-            return cls(ranks, empty, empty, empty, np.zeros((0, ranks), bool))
-        keys, tokens, owners = (np.concatenate(parts) for parts in zip(*map(_pages, rows), strict=True))
-        distinct, first, place = np.unique(keys, return_index=True, return_inverse=True)
-        if (tokens[first][place] != tokens).any():
-            key = int(keys[np.flatnonzero(tokens[first][place] != tokens)[0]])
-            raise ValueError(
-                f"page {key & ((1 << _INDEX_BITS) - 1)} of request {key >> _INDEX_BITS} is shared by requests that "
-                "hold different numbers of its tokens; whoever appends to it must copy it first"
-            )
-        held = np.zeros((len(distinct), ranks), bool)
-        held[place, owners] = True
-        return cls(ranks, distinct >> _INDEX_BITS, distinct & ((1 << _INDEX_BITS) - 1), tokens[first], held)
+        request, owner, length = (
+            np.array([getattr(each, name) for each in rows], np.int64) for name in ("request", "owner", "length")
+        )
+        shared = np.array([len(each.origins) for each in rows], np.int64)
+        pages = -(-length // PAGE)
+        own = pages - shared
+        first = np.cumsum(own) - own  # the row of each request's first own page
+        writer = np.repeat(np.arange(len(rows)), own)
+        index = np.arange(len(writer)) - (first - shared)[writer]
+        tokens = np.minimum(PAGE, length[writer] - PAGE * index)
+
+        user = np.repeat(np.arange(len(rows)), shared)
+        wrote = np.fromiter(chain.from_iterable(each.origins for each in rows), np.int64, len(user))
+        place = np.arange(len(user)) - (np.cumsum(shared) - shared)[user]
+        held = np.minimum(PAGE, length[user] - PAGE * place)
+        found = np.minimum(np.searchsorted(request, wrote), len(rows) - 1)
+        live = (request[found] == wrote) & (shared[found] <= place) & (place < pages[found])
+        row = np.where(live, first[found] + place - shared[found], 0)
+
+        lost = np.flatnonzero(~live)  # their writers have ended, or hold fewer tokens now
+        keys, leader, number = np.unique(
+            (wrote[lost] << _INDEX_BITS) | place[lost], return_index=True, return_inverse=True
+        )
+        row[lost] = len(writer) + number
+        tokens = np.concatenate([tokens, held[lost][leader]])
+        _check_fill(tokens[row] == held, wrote, place)
+        owners = np.zeros((len(tokens), ranks), bool)
+        owners[np.arange(len(writer)), owner[writer]] = True
+        owners[row, owner[user]] = True
+        origin = np.concatenate([request[writer], keys >> _INDEX_BITS])
+        return cls(ranks, origin, np.concatenate([index, keys & ((1 << _INDEX_BITS) - 1)]), tokens, owners)
 
     def __len__(self) -> int:
         return len(self.origin)
@@ -82,6 +101,14 @@ class PageTable:
         if layout.history == POSITIONS:
             return self.index[:, None] % self.ranks == np.arange(self.ranks)
         return self.owners
+
+    def held(self, layout: Layout) -> NDArray[np.int64]:
+        """Int64 ``[ranks]``: how many pages each rank holds under ``layout``."""
+        if layout.history == HEADS:
+            return np.full(self.ranks, len(self))
+        if layout.history == POSITIONS:
+            return np.bincount(self.index % self.ranks, minlength=self.ranks)
+        return np.array([np.count_nonzero(self.owners[:, rank]) for rank in range(self.ranks)])
 
     def same_pages(self, other: PageTable) -> bool:
         """Whether both list the same pages with the same tokens; owners may differ."""
@@ -107,14 +134,13 @@ def rebalanced(histories: Sequence[History], owners: Mapping[int, int]) -> list[
     return [replace(history, owner=owners.get(history.request, history.owner)) for history in histories]
 
 
-def _pages(history: History) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Keys, tokens and owner of every page of one request."""
-    count = pages_of(history.length)
-    index = np.arange(count, dtype=np.int64)
-    origin = np.full(count, history.request, np.int64)
-    origin[: len(history.origins)] = history.origins
-    tokens = np.minimum(PAGE, history.length - PAGE * index)
-    return (origin << _INDEX_BITS) | index, tokens, np.full(count, history.owner, np.int64)
+def _check_fill(agreed: NDArray[np.bool_], wrote: NDArray[np.int64], place: NDArray[np.int64]) -> None:
+    if not agreed.all():
+        other = int(np.argmin(agreed))
+        raise ValueError(
+            f"page {place[other]} of request {wrote[other]} is shared by requests that hold different numbers of its "
+            "tokens; whoever appends to it must copy it first"
+        )
 
 
 def _check(histories: Sequence[History], ranks: int) -> None:

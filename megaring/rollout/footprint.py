@@ -101,7 +101,7 @@ def effective_shard_bytes(shape: ModelShape, ranks: int) -> int:
 
 def kv_rank_bytes(shape: ModelShape, layout: Layout, table: PageTable) -> list[int]:
     """Bytes of the whole pages that each rank holds of an actual batch, all layers."""
-    counts = table.holders(layout).sum(axis=0)
+    counts = table.held(layout)
     return [
         int(counts[rank])
         * PAGE

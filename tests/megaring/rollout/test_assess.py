@@ -29,9 +29,6 @@ def test_costs_are_those_of_the_model():
 
 
 def test_fit_counts_the_tokens_that_the_step_appends():
-    histories = [History(0, 1, 128), History(1, 2, 70, origins=(0, 0))]  # page 1 is shared, with 64 against 6 tokens
-    with pytest.raises(ValueError, match="copy it first"):
-        candidates(GROUP, TP, histories, [1, 1])
     histories = [History(0, 1, 70), History(1, 2, 70, origins=(0, 0))]
     after = PageTable.from_histories([History(0, 1, 71), History(1, 2, 71, origins=(0,))], 4)
     assert len(after) == 3  # whoever appends has copied the partly filled page
@@ -52,7 +49,7 @@ def test_passages_that_have_no_room():
     table = PageTable.from_histories(random_histories(2, 4), 4)
     larger = max(max(rank_bytes(V2_LITE, layout, table)) for layout in (TP, CP))
     tight = replace(GROUP, memory=larger + GROUP.reserve)
-    found = candidates(tight, TP, random_histories(2, 4), [0] * 9)
+    found = candidates(tight, TP, random_histories(2, 4), [0] * 9, forced="CP")
     assert not found["CP"].misfit
     assert "of one layer in transit" in found["CP"].no_passage
     decision = Scheduler(TP, Policy(forced="CP")).decide(found)
@@ -73,3 +70,19 @@ def test_exposure_of_a_passage():
 def test_an_idle_batch_has_candidates_too():
     found = candidates(GROUP, CP, [], [])
     assert {each.seconds for each in found.values()} == {RATES.step_overhead}
+
+
+def test_the_way_is_worked_out_where_it_may_be_taken():
+    histories = [History(i, i % 4, 64 * 4096) for i in range(8)]
+    rows = [1] * 8
+    slow = replace(GROUP, constants=replace(RATES, link_bandwidth=1e9, collective_latency=1e-7))
+    found = candidates(slow, TP, histories, rows)
+    by_cost = sorted(found, key=lambda name: found[name].seconds)
+    cheaper, dearer = by_cost[: by_cost.index("TP")], by_cost[by_cost.index("TP") + 1 :]
+    assert "CP" in cheaper
+    assert found["CP"].exposed > 0
+    assert all(found[name].exposed == 0 for name in dearer)
+    settled = candidates(slow, LAYOUTS[by_cost[0]], histories, rows)
+    assert {each.exposed for each in settled.values()} == {0}
+    assert candidates(slow, LAYOUTS[by_cost[0]], histories, rows, forced="TP")["TP"].exposed > 0
+    assert all(each.misfit for each in candidates(replace(slow, memory=0), TP, histories, rows).values())

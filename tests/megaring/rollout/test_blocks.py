@@ -5,7 +5,7 @@ import pytest
 from rollout_shapes import QWEN3, V3, random_histories
 
 from megaring.rollout.blocks import History, PageTable, held_heads, held_slices
-from megaring.rollout.layout import CP, DOP, DP, TP
+from megaring.rollout.layout import CP, DOP, DP, LAYOUTS, TP
 
 
 def test_pages_of_uneven_histories():
@@ -27,9 +27,9 @@ def test_shared_pages_are_listed_once():
         (1, 1),
         (1, 2),
         (1, 3),
-        (2, 1),
         (2, 2),
         (9, 2),
+        (2, 1),  # request 2 has no page of its own there: it is somebody's who has ended
     ]
     assert table.owners[0].tolist() == [True, True]
     assert table.owners[2].tolist() == [True, False]
@@ -51,6 +51,30 @@ def test_positions_and_owners_hold_every_page_once_and_heads_every_head():
         assert held_heads(shape, DOP, 2, 4) == range(shape.cache_heads)
     assert held_slices(TP, 3, 4) == range(3, 4)
     assert held_slices(CP, 3, 4) == range(4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_of_held_pages(seed):
+    table = PageTable.from_histories(random_histories(seed, 4), 4)
+    for layout in LAYOUTS.values():
+        assert table.held(layout).tolist() == table.holders(layout).sum(axis=0).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_are_those_of_a_list_made_one_by_one(seed):
+    histories = random_histories(seed, 4)[seed % 3 :]  # without the first few, pages are shared that nobody wrote
+    expected: dict[tuple[int, int], tuple[int, set[int]]] = {}
+    for each in histories:
+        for page, begin in enumerate(range(0, each.length, 64)):
+            origin = each.origins[page] if page < len(each.origins) else each.request
+            tokens, owners = expected.setdefault((origin, page), (min(64, each.length - begin), set()))
+            assert tokens == min(64, each.length - begin)
+            owners.add(each.owner)
+    table = PageTable.from_histories(histories, 4)
+    columns = zip(table.origin.tolist(), table.index.tolist(), table.tokens.tolist(), table.owners, strict=True)
+    found = {(origin, index): (tokens, set(np.flatnonzero(row).tolist())) for origin, index, tokens, row in columns}
+    assert len(table) == len(found)
+    assert found == expected
 
 
 def test_order_of_requests_does_not_matter():
