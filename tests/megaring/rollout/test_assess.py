@@ -75,7 +75,8 @@ def test_an_idle_batch_has_candidates_too():
 def test_the_way_is_worked_out_where_it_may_be_taken():
     histories = [History(i, i % 4, 64 * 4096) for i in range(8)]
     rows = [1] * 8
-    slow = replace(GROUP, constants=replace(RATES, link_bandwidth=1e9, collective_latency=1e-7))
+    rates = replace(RATES, link_bandwidth=1e9, collective_latency=1e-7)
+    slow = replace(GROUP, memory=100 * 2**30, constants=rates)
     found = candidates(slow, TP, histories, rows)
     by_cost = sorted(found, key=lambda name: found[name].seconds)
     cheaper, dearer = by_cost[: by_cost.index("TP")], by_cost[by_cost.index("TP") + 1 :]
