@@ -29,6 +29,8 @@ def main() -> None:
         warnings.filterwarnings("ignore", module="megatron")
         # Megatron has torch read a checkpoint without torch.distributed on purpose; torch supposes a mistake.
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+        # A barrier takes the current device, which each rank has set before it joined its peers.
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
         warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
         warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
         from megaring.megatron.pretrain import pretrain

@@ -22,6 +22,9 @@ def start(parallel: ParallelConfig, *, seed: int) -> torch.device:
     built; a default process group that exists already is used as it is. Puts the CPU stand-ins in place where there
     is no GPU. Every collective gives up after ``distributed_timeout_minutes``. All communicators are made and used
     once here, so that a step neither waits for one nor runs out of memory over one.
+
+    The default group is not bound to the device: NCCL would then make a communicator for each of Megatron's groups at
+    once, some twenty, where training uses half of them. Nor are there gloo groups beside NCCL's: no step needs one.
     """
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     device = torch.device("cpu")
@@ -40,6 +43,7 @@ def start(parallel: ParallelConfig, *, seed: int) -> torch.device:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
     )
     _warm_up(device)
     torch.manual_seed(seed)
@@ -59,21 +63,30 @@ def domain_group() -> dist.ProcessGroup:
 
 
 def _warm_up(device: torch.device) -> None:
-    """One small all-reduce in every group that training uses, in the same order on every rank."""
-    word = torch.ones(1, device=device)
-    for group in (
+    """Use every group that training uses, in the same order on every rank: one small all-reduce in each, and one
+    all-to-all where ranks also send to single peers, for which NCCL connects each pair apart.
+    """
+    context = parallel_state.get_context_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    experts = parallel_state.get_expert_model_parallel_group()
+    reducing = (
         None,
         parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
+        context,
+        pipeline,
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_tensor_and_context_parallel_group(),
         parallel_state.get_model_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
+        experts,
         parallel_state.get_expert_data_parallel_group(),
         parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-    ):
+    )
+    for group in reducing:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(word, group=group)
+            dist.all_reduce(torch.ones(1, device=device), group=group)
+    for group in (context, pipeline, experts):
+        if group.size() > 1:
+            words = torch.ones(group.size(), device=device)
+            dist.all_to_all_single(torch.empty_like(words), words, group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()

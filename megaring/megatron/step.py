@@ -287,4 +287,5 @@ def _optimizer(
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         ),
         chunks,
+        use_gloo_process_groups=False,
     )
