@@ -59,12 +59,17 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """``constants`` of ``machine``. ``origin`` says how they were found; ``made`` when, as an ISO date and time."""
+    """``constants`` of ``machine``.
+
+    ``origin`` says how they were found and ``detail`` what there is to know about it; ``made`` is when, as an ISO date
+    and time.
+    """
 
     machine: str
     constants: Constants
     origin: str
     made: str = ""
+    detail: str = ""
 
     def lines(self) -> list[str]:
         """The constants as a table, under a heading."""
@@ -74,6 +79,7 @@ class Calibration:
         )
         said = [f"{unit} {meaning}".strip() for _, unit, meaning in map(_UNITS.__getitem__, values)]
         heading = f"{self.machine}: {self.origin}" + (f" ({self.made})" if self.made else "")
+        heading += f"; {self.detail}" if self.detail else ""
         rows = [f"{row}  {each}" for row, each in zip(table[1:], said, strict=True)]
         return [*textwrap.wrap(heading, 120), table[0], *rows]
 
@@ -140,12 +146,14 @@ def load_all(path: Path | None = None) -> dict[str, Calibration]:
     machines = _read(path)
     try:
         return {
-            machine: Calibration(machine, Constants(**entry["constants"]), entry["origin"], entry["made"])
+            machine: Calibration(
+                machine, Constants(**entry["constants"]), entry["origin"], entry["made"], entry["detail"]
+            )
             for machine, entry in machines.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"calibration {path} has an entry that cannot be used ({error}); remove the file and calibrate again"
+            f"calibration {path} has an entry that cannot be used ({error}); calibrate again, into a new file"
         ) from None
 
 
@@ -157,5 +165,5 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         machines = None
     if not isinstance(machines, dict):
-        raise UserError(f"{path} is not a calibration file; remove it and calibrate again, or name another")
+        raise UserError(f"{path} is not a calibration file; name one that a calibration wrote, or a new one")
     return machines

@@ -35,7 +35,7 @@ class Gpu:
             collective_latency=15e-6,
             step_overhead=1e-3,
         )
-        return Calibration(f"{self.name}, data sheet", constants, f"not measured; {_SHARES}")
+        return Calibration(f"{self.name} data sheet", constants, "not measured", detail=_SHARES)
 
 
 GPUS: dict[str, Gpu] = {

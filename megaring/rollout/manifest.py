@@ -28,14 +28,12 @@ KEEP, DISCARD, ALL_GATHER, ALL_TO_ALL = "keep", "discard", "all_gather", "all_to
 class KvPages:
     """What becomes of one rank's pages in one layer; page numbers index the manifest's page table.
 
-    ``kept`` are held before and after, with the heads in ``heads``. Where the two layouts hold different heads of a
-    page (``repacked``), these are copied into a page of the destination's form and the old page goes back too.
-    ``freed`` are no longer needed on this rank.
+    ``kept`` are held before and after, with the cache heads in ``heads``, which stay where they are: memory is handed
+    out by page and group of heads. ``freed`` are no longer needed on this rank.
     """
 
     kept: NDArray[np.int64]
     heads: range
-    repacked: bool
     freed: NDArray[np.int64]
 
 
@@ -113,12 +111,10 @@ class Manifest:
     def transit_bytes(self, rank: int) -> int:
         """Delta of equation 5: what ``rank`` fills of one layer's destination while it still has the source.
 
-        Received projections, and whole pages for received and repacked KV.
+        Received projections and the received heads of whole pages; what is kept stays in place.
         """
-        pages, new = self.pages[rank], self.heads(self.destination, rank)
-        filled = [each.pages for each in self.receives(rank)[1]] + ([pages.kept] if pages.repacked else [])
-        count = len(np.unique(np.concatenate(filled))) if filled else 0
-        return self.received_weight_bytes(rank) + kv_bytes(self.shape, count * PAGE, len(new))
+        pages = sum(len(each.pages) * len(each.heads) for each in self.receives(rank)[1])
+        return self.received_weight_bytes(rank) + kv_bytes(self.shape, pages * PAGE, 1)
 
     @property
     def layer_bytes(self) -> int:
@@ -221,5 +217,5 @@ def _pages(
         old, new = (held_heads(shape, layout, rank, before.ranks) for layout in (source, destination))
         common = range(max(old.start, new.start), min(old.stop, new.stop))
         kept = np.flatnonzero(had[:, rank] & needed[:, rank])
-        made.append(KvPages(kept, common, old != new, np.flatnonzero(had[:, rank] & ~needed[:, rank])))
+        made.append(KvPages(kept, common, np.flatnonzero(had[:, rank] & ~needed[:, rank])))
     return tuple(made)

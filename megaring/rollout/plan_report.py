@@ -28,7 +28,7 @@ def report_lines(plan: Plan, rates: bool = False) -> list[str]:
     rest = plan.question.calibration
     if rates:
         return [*lines, "", *rest.lines()]
-    return [*lines, "", f"Times are predictions from the rates of: {rest.machine}. --rates shows them."]
+    return [*lines, "", f"Times are predicted from rates of: {rest.machine}, {rest.origin}. --rates shows them."]
 
 
 def to_json(plan: Plan) -> str:
@@ -98,13 +98,19 @@ def _heading(plan: Plan) -> list[str]:
     note = []
     if shape.feed_forward is None or not shape.feed_forward.vocab:
         note = ["The vocabulary size is not known: embedding and output layer are not counted."]
+    scale, unit = _unit(shape.projection_bytes)
     return [
         f"{shape.name}: {_attention(shape)}, {shape.layers} layers, on {question.ranks} ranks",
         step,
         f"A token's KV is {shape.token_bytes / 1024:,.1f} KiB over all layers; the projections that layouts place are "
-        f"{shape.projection_bytes / GIB:.2f} GiB.",
+        f"{shape.projection_bytes / scale:,.2f} {unit}.",
         *note,
     ]
+
+
+def _unit(largest: float) -> tuple[int, str]:
+    """The unit that sizes up to ``largest`` bytes are shown in: GiB, or MiB below a tenth of one."""
+    return (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
 
 
 def _attention(shape: ModelShape) -> str:
@@ -119,33 +125,26 @@ def _attention(shape: ModelShape) -> str:
 def _memory(plan: Plan) -> list[str]:
     question = plan.question
     room = question.usable - question.reserve - plan.common
+    scale, unit = _unit(max(each.weights + each.kv for each in plan.layouts.values()))
     rows = [
         [
             name,
-            f"{each.weights / GIB:.2f}",
-            f"{each.kv / GIB:.2f}",
-            "no" if each.misfit else f"{(room - each.weights - each.kv) / GIB:.2f}",
+            f"{each.weights / scale:,.2f}",
+            f"{each.kv / scale:,.2f}",
+            "none" if each.misfit else f"{(room - each.weights - each.kv) / scale:,.2f}",
             f"{each.longest_context:,}",
             f"{each.admitted.total:,}",
             f"{each.admitted.each:,} an owner" if each.admitted.total != each.admitted.each else "",
         ]
         for name, each in plan.layouts.items()
     ]
-    header = (
-        "memory of\na rank, GiB",
-        "projec-\ntions",
-        "\nKV",
-        "room\nleft",
-        "longest\ncontext",
-        "requests\nadmitted",
-        "",
-    )
+    first = f"memory of\na rank, {unit}"
+    header = (first, "projec-\ntions", "\nKV", "room\nleft", "longest\ncontext", "requests\nadmitted", "")
     return [
         f"A rank has {question.usable / GIB:.1f} GiB usable: {plan.common / GIB:.1f} of weights outside attention, "
         f"{question.reserve / GIB:.1f} reserve, {room / GIB:.1f} for the layouts.",
         *format_table(header, rows),
-        f"longest context: of {question.requests} equal requests; requests admitted: that grow to "
-        f"{question.context:,} tokens",
+        f"longest context: of a batch of {question.requests}; requests admitted: of {question.context:,} tokens each",
         *(f"{name} does not fit: {each.misfit}" for name, each in plan.layouts.items() if each.misfit),
     ]
 
@@ -172,6 +171,7 @@ def _times(plan: Plan) -> list[str]:
 
 def _switches(plan: Plan) -> list[str]:
     rows = []
+    scale, unit = _unit(max(each.passage.manifest.total_bytes for each in plan.switches))
     for each in plan.switches:
         way = each.passage
         manifest = way.manifest
@@ -182,7 +182,7 @@ def _switches(plan: Plan) -> list[str]:
                 _PRIMITIVES[manifest.weights],
                 _PRIMITIVES[manifest.kv],
                 f"{received / MIB:,.2f}" if received else "-",
-                f"{manifest.total_bytes / GIB:,.2f}" if received else "-",
+                f"{manifest.total_bytes / scale:,.2f}" if received else "-",
                 f"{1e3 * way.transfer:,.2f}",
                 f"{1e3 * way.exposed:,.2f}",
                 f"{1e3 * way.blocking:,.2f}",
@@ -194,7 +194,7 @@ def _switches(plan: Plan) -> list[str]:
         "weights",
         "KV",
         "MiB a rank\nand layer",
-        "GiB in\nall",
+        f"{unit} in\nall",
         "ms a\nlayer",
         "exposed\nms",
         "blocking\nms",
@@ -202,7 +202,8 @@ def _switches(plan: Plan) -> list[str]:
     )
     return [
         *format_table(header, rows),
-        "exposed: what the switching step takes longer; blocking: if nothing overlapped; repaid: by faster steps since",
+        "exposed: by how much the switching step is longer; blocking: the same if nothing overlapped; repaid: steps in",
+        "the new layout that earn it back, or slower where a step there takes no less time",
     ]
 
 

@@ -148,6 +148,6 @@ def _check(question: Question, common: int) -> None:
     pages = question.requests * pages_of(question.context)
     if pages > _MOST_PAGES:
         raise UserError(
-            f"{question.requests:,} requests of {question.context:,} tokens are {pages:,} pages of {PAGE}; "
-            f"this command enumerates at most {_MOST_PAGES:,}. Use a smaller batch or context"
+            f"a batch of {question.requests:,} x {question.context:,} tokens is {pages:,} pages of {PAGE}; this "
+            f"command enumerates at most {_MOST_PAGES:,}. Use a smaller batch or context"
         )

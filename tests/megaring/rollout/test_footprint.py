@@ -118,11 +118,11 @@ def test_memory_rule_is_equation_5(shape):
         switch_shortage(manifest, [1, 2])
 
 
-def test_transit_counts_whole_pages_and_repacked_ones():
+def test_transit_counts_the_heads_of_whole_pages_that_arrive():
     table = PageTable.from_histories([History(0, 0, 65)], 2)
     page = 64 * QWEN3.layer_token_bytes
-    to_owner = make_manifest(QWEN3, TP, DOP, table)  # 2 of 4 heads arrive, the others are copied beside them
-    assert [to_owner.transit_bytes(rank) for rank in range(2)] == [2 * page, 0]
+    to_owner = make_manifest(QWEN3, TP, DOP, table)  # 2 of 4 heads arrive of both pages
+    assert [to_owner.transit_bytes(rank) for rank in range(2)] == [page, 0]
     to_positions = make_manifest(QWEN3, DP, CP, table)
     assert [to_positions.transit_bytes(rank) for rank in range(2)] == [0, page]
     assert math.isclose(to_positions.received_kv_bytes(1), QWEN3.layer_token_bytes)  # one live token
