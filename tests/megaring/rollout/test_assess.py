@@ -11,7 +11,10 @@ from megaring.rollout.blocks import History, PageTable
 from megaring.rollout.calibration import Constants
 from megaring.rollout.cost import Batch, step_stages
 from megaring.rollout.footprint import rank_bytes
+from megaring.rollout.gpus import GPUS
 from megaring.rollout.layout import CP, DP, LAYOUTS, TP
+from megaring.rollout.recipes import SHAPES
+from megaring.rollout.replay import gain
 from megaring.rollout.scheduler import Policy, Scheduler
 
 RATES = Constants(5e14, 4e14, 4e12, 3e12, 3e11, 2e-5, step_overhead=1e-3)
@@ -87,3 +90,28 @@ def test_the_way_is_worked_out_where_it_may_be_taken():
     assert {each.exposed for each in settled.values()} == {0}
     assert candidates(slow, LAYOUTS[by_cost[0]], histories, rows, forced="TP")["TP"].exposed > 0
     assert all(each.misfit for each in candidates(replace(slow, memory=0), TP, histories, rows).values())
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])
+def test_a_draining_rollout_is_served_no_slower_than_in_the_best_fixed_layout(model):
+    shape = replace(SHAPES[model], weight_bytes=1, kv_bytes=1)
+    group = Group(shape, 8, 100 * 2**30, 2**30, GPUS["H200"].nominal().constants)
+    outputs = np.minimum(np.random.default_rng(0).exponential(6000, 256).astype(int) + 256, 60000)
+    outputs[:2] = 120000  # most requests end early, two stay
+    running = [History(i, i % 8, 4096) for i in range(256)]
+    scheduler, stride = Scheduler(DP, Policy(min_dwell=0)), 1024  # steps between two looks
+    costs, chosen, exposed = [], [], 0.0
+    while running:
+        found = candidates(group, scheduler.layout, running, [1] * len(running))
+        decision = scheduler.decide(found)
+        assert not found[decision.layout].misfit
+        exposed += found[decision.layout].exposed if decision.action == "switch" else 0
+        costs.append({name: stride * each.seconds for name, each in found.items()})
+        chosen.append(decision.layout)
+        running = [replace(each, length=each.length + stride) for each in running]
+        running = [each for each in running if each.length - 4096 < outputs[each.request]]
+    total = gain(costs, chosen)
+    assert len(set(chosen)) > 1
+    assert exposed > 0
+    assert total.chosen + exposed <= min(total.fixed.values())
+    assert total.chosen + exposed <= 1.01 * total.ideal
