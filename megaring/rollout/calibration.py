@@ -105,6 +105,18 @@ def measure(machine: str, benchmarks: Mapping[str, Callable[[], float]]) -> Cali
     return Calibration(machine, Constants(**values), "measured by microbenchmarks", made)
 
 
+def calibrated(machine: str, benchmarks: Mapping[str, Callable[[], float]], path: Path | None = None) -> Calibration:
+    """The calibration of ``machine``: the one that is kept at ``path``, else measured now and kept there.
+
+    Raises what ``load``, ``measure`` and ``save`` raise.
+    """
+    known = load(machine, path)
+    if known is None:
+        known = measure(machine, benchmarks)
+        save(known, path)
+    return known
+
+
 def default_path() -> Path:
     """Where calibrations are kept unless a caller says otherwise."""
     return Path.home() / ".cache" / "megaring" / "rollout_calibration.json"

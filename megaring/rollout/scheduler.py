@@ -155,8 +155,8 @@ class Scheduler:
         return decision
 
     def hold(self, layout: Layout) -> None:
-        """Take note that the worker runs in ``layout`` after all, for example because a switch was abandoned."""
-        self.layout = layout
+        """Take note that the worker runs in ``layout`` after all, as when it had to defer a switch; no dwell is due."""
+        self.layout, self._free_at = layout, self._step
 
     def _wish(self, candidates: Mapping[str, Candidate]) -> _Wish:
         current = self.layout.name

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megaring.errors import UserError
-from megaring.rollout.calibration import Calibration, Constants, load, load_all, measure, save
+from megaring.rollout.calibration import Calibration, Constants, calibrated, load, load_all, measure, save
 
 RATES = Constants(5e14, 4e14, 4e12, 3e12, 3e11, 2e-5, step_overhead=1e-3, overlap=0.25)
 
@@ -55,6 +55,15 @@ def test_calibrations_are_kept_by_machine(tmp_path):
     assert load("a", path).origin == "again"
     assert load("c", path) is None
     assert [each.name for each in path.parent.iterdir()] == ["calibration.json"]  # no parts are left behind
+
+
+def test_a_machine_is_measured_once(tmp_path):
+    path = tmp_path / "calibration.json"
+    first = calibrated("a", benchmarks(), path)
+    assert first.constants == RATES
+    assert calibrated("a", {}, path) == first  # nothing is measured again
+    assert calibrated("b", benchmarks(overlap=0.0), path).constants.overlap == 0
+    assert set(load_all(path)) == {"a", "b"}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"machines": []}'])

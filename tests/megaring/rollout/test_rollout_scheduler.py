@@ -168,11 +168,12 @@ def test_decisions_are_kept_and_logged():
     assert (logged[2]["previous"], logged[2]["layout"]) == ("DP", "TP")
 
 
-def test_a_switch_that_was_abandoned_is_taken_back():
-    scheduler = Scheduler(TP, FREE)
-    scheduler.decide(candidates(tp=2.0))
+def test_a_switch_that_the_worker_deferred_is_tried_again():
+    scheduler = Scheduler(TP, Policy(margin=0, min_dwell=100))
+    assert scheduler.decide(candidates(tp=2.0)).action == "switch"
     scheduler.hold(TP)
-    assert scheduler.decide(candidates(tp=0.9)).previous == "TP"
+    again = scheduler.decide(candidates(tp=2.0))
+    assert (again.action, again.previous, again.layout) == ("switch", "TP", "DP")
 
 
 @pytest.mark.parametrize(
