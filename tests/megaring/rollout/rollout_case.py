@@ -46,7 +46,8 @@ def make_model(ranks: int, model: ModelConfig, seed: int, dtype: torch.dtype) ->
     logging.disable(logging.INFO)
     experts = ranks if model.num_experts else 1
     layout = ParallelConfig(tensor_model_parallel_size=ranks, expert_model_parallel_size=experts)
-    parallel.start(layout, seed=0)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel.start(layout, seed=0)
     (chunk,) = build_model(model, layout, seed=seed)
     for name, parameter in chunk.named_parameters():
         if name.endswith("norm.weight"):

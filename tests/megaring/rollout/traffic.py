@@ -41,7 +41,6 @@ class Outcome:
     switches: list[tuple[str, str]]
     deferred: list[str]
     moved_bytes: int
-    peak_units: int
 
 
 def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True, fixed: str = "TP") -> Outcome:
@@ -95,8 +94,12 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
         ]
         before = runner.layout.name
         plan = StepPlan(step, before, tuple(chunks), tuple(release), target, 0, tuple(forks), tuple(owners), mode)
+        used, runner.arena.peak = runner.arena.used, runner.arena.used
         result = runner.step(plan)
         check_consistent(runner)
+        if result.switched:
+            layer = max(used, runner.arena.used) // runner.shape.layers + runner.pages.entry.groups
+            assert runner.arena.peak <= max(used, runner.arena.used) + layer, "more than one layer was in transit"
         release = []
         if result.switched:
             switches.append((before, result.layout))
@@ -114,9 +117,7 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
                 finished[chunk.request] = live.pop(chunk.request).tokens
                 release.append(chunk.request)
     assert not runner.ledger.requests
-    return Outcome(
-        finished, {r: np.stack(rows) for r, rows in logits.items()}, switches, deferred, moved, runner.arena.peak
-    )
+    return Outcome(finished, {r: np.stack(rows) for r, rows in logits.items()}, switches, deferred, moved)
 
 
 def check_consistent(runner: Runner) -> None:
