@@ -1,8 +1,13 @@
-"""Attention in one launch of the project's own kernel: Hopper GPUs, forward only for now.
+"""Attention in one launch of the project's own kernel: Hopper GPUs of one node, forward only for now.
 
 CUDA graphs: make the call once on the stream that the capture will use, so that plan and arena exist, then capture it,
 and hold the shards (``megaring.to_device``) for as long as the graph is replayed: its plan lives with them. A graph may
-be replayed on any stream, but not beside another call or graph made on the same one.
+be replayed on any stream, but not beside another call or graph made on the same one; with split sequences all ranks
+replay it, like any other call.
+
+A step that splits sequences needs an arena, in which ranks receive each other's keys and values: ``8 * Hkv * D`` bytes
+for every token of split sequences that a rank does not hold itself. It is made at the first such call and again when a
+step needs a larger one, by all ranks together; ``reserve`` makes it ahead.
 """
 
 from __future__ import annotations
@@ -10,23 +15,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 
 import torch
+import torch.distributed as dist
 
 from megaring.backends import Request
 from megaring.device_shards import DeviceShards
 from megaring.errors import UserError
-from megaring.kernels.arena import ArenaLayout, LocalDomain
-from megaring.kernels.forward_plan import plan_forward
-from megaring.kernels.megaring_forward import to_device
-from megaring.kernels.ops import Site
+from megaring.kernels.arena import TILE, ArenaLayout
+from megaring.kernels.arguments import DOMAIN_RANKS
+from megaring.kernels.domains import Domains, refuse_capture
+from megaring.kernels.forward_plan import arena_tiles, plan_forward
+from megaring.kernels.megaring_forward import SEND_BYTES, to_device
+from megaring.kernels.ops import Launch, Site
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 
+_domains = Domains()
+_launch = Launch()
+
 
 def refusal(request: Request) -> str | None:
-    """Why this backend cannot take a request, or None. All ranks of a domain arrive at the same answer."""
+    """Why this backend cannot take a request, or None. All ranks of a domain arrive at the same answer.
+
+    Collective at the first request of a process group that splits sequences.
+    """
     q, k, v = request.q, request.k, request.v
     if (reason := _machine_refusal(q.device)) is not None:
         return reason
@@ -36,9 +51,13 @@ def refusal(request: Request) -> str | None:
         return f"it takes a head dimension of 64 or 128, not {q.shape[2]}"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return "it is forward-only until it has a backward: use it under torch.no_grad, or train with another backend"
-    if request.shards.derive(_splits):
-        return "it does not exchange keys between processes yet, and this placement splits sequences"
-    return None
+    if not request.shards.derive(_splits):
+        return None
+    if request.shards.shards.ranks > DOMAIN_RANKS:
+        return f"it splits sequences over at most {DOMAIN_RANKS} ranks, not {request.shards.shards.ranks}"
+    if k.shape[1] * k.shape[2] * 2 > SEND_BYTES:
+        return f"it sends at most {SEND_BYTES // 2 // k.shape[2]} KV heads of {k.shape[2]}, not {k.shape[1]}"
+    return _domains.refusal(request.group, q.device)
 
 
 def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,18 +66,64 @@ def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     Raises UserError at the first call of a placement inside a CUDA-graph capture, and PeerTimeout when an earlier call
     had to stop.
     """
-    number = site(request.shards, causal=request.causal).number
+    kv_heads, head_dim = request.k.shape[1:]
+    found = site(request.shards, kv_heads, head_dim, causal=request.causal, group=request.group)
     return torch.ops.megaring.forward(
-        request.q.detach(), request.k.detach(), request.v.detach(), number, request.softmax_scale
+        request.q.detach(), request.k.detach(), request.v.detach(), found.number, request.softmax_scale
     )
 
 
-def site(shards: DeviceShards, *, causal: bool = True) -> Site:
+def site(
+    shards: DeviceShards,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    causal: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Site:
     """What calls on the current stream need besides tensors; its number is an argument of ``megaring::forward``.
 
-    Made at the first call for a stream and kept by the shards.
+    Made at the first call for a stream and kept by the shards. Collective when the arena has to be made or to grow.
     """
-    return shards.derive(_site, causal, torch.cuda.current_stream(shards.device).cuda_stream)
+    stream = torch.cuda.current_stream(shards.device).cuda_stream
+    if not shards.derive(_splits):
+        return shards.derive(_whole_site, causal, stream, _launch)
+    return shards.derive(_shared_site, causal, stream, _launch, group, kv_heads, head_dim, _domains.generation)
+
+
+def configure(*, timeout_s: float = 60.0, reserved_sms: int = 0) -> None:
+    """Settings of all later calls, to be made equal on all ranks; see ``Launch``. Captured graphs keep theirs.
+
+    Raises UserError for a bound that is not positive and finite, or a negative number of SMs.
+    """
+    global _launch
+    if not 0 < timeout_s < math.inf:
+        raise UserError(f"timeout_s is {timeout_s}; a wait for another rank needs a positive, finite bound in seconds")
+    if reserved_sms < 0:
+        raise UserError(f"reserved_sms is {reserved_sms}; give the number of SMs to leave free, 0 or more")
+    _launch = Launch(timeout_s, reserved_sms)
+
+
+def reserve(group: dist.ProcessGroup, device: torch.device, tokens: int, kv_heads: int, head_dim: int) -> None:
+    """Make the arena of the current stream for steps in which a rank receives up to ``tokens`` tokens. Collective."""
+    layout = ArenaLayout(-(-tokens // TILE), kv_heads, head_dim)
+    _domains.shared(group, device, torch.cuda.current_stream(device).cuda_stream, layout)
+
+
+def check() -> None:
+    """Raise PeerTimeout if any call so far is known to have stopped: before its results are used, and after graphs.
+
+    It reads host memory; to know of a call that still runs, synchronise first.
+    """
+    _domains.check()
+
+
+def rebuild(group: dist.ProcessGroup, device: torch.device) -> None:
+    """After a PeerTimeout, forget the arenas of ``group``; later calls make new ones. Collective.
+
+    Every rank of the group calls it, also one that saw no error itself. Graphs captured before must not be replayed.
+    """
+    _domains.drop(group, device)
 
 
 @functools.cache
@@ -75,18 +140,24 @@ def _splits(shards: DeviceShards) -> bool:
     return any(group.size > 1 for group in shards.shards.placement.groups)
 
 
-def _site(shards: DeviceShards, causal: bool, stream: int) -> Site:
-    if torch.cuda.is_current_stream_capturing():
-        raise UserError(
-            "a CUDA graph cannot capture the first fused attention of a placement on a stream: make the same call once "
-            "before the capture, on the stream that torch.cuda.graph(graph, stream=...) will use"
-        )
-    # Nothing is split, so each rank is a domain of its own.
+def _whole_site(shards: DeviceShards, causal: bool, stream: int, launch: Launch) -> Site:
+    """Nothing is split, so each rank is a domain of its own."""
+    refuse_capture()
     plan = dataclasses.replace(plan_forward(shards.shards, causal=causal), rank=0, ranks=1)
-    return Site(to_device(plan, shards.device), _domain(shards.device, stream))
+    return Site(to_device(plan, shards.device), _domains.local(shards.device, stream), launch)
 
 
-@functools.cache
-def _domain(device: torch.device, stream: int) -> LocalDomain:
-    """The queue's words, which only one stream may use at a time."""
-    return LocalDomain(1, ArenaLayout(tiles=0, kv_heads=1, head_dim=64), device)
+def _shared_site(
+    shards: DeviceShards,
+    causal: bool,
+    stream: int,
+    launch: Launch,
+    group: dist.ProcessGroup,
+    kv_heads: int,
+    head_dim: int,
+    generation: int,
+) -> Site:
+    refuse_capture()
+    layout = ArenaLayout(arena_tiles(shards.shards, causal), kv_heads, head_dim)
+    domain = _domains.shared(group, shards.device, stream, layout)
+    return Site(to_device(plan_forward(shards.shards, causal=causal), shards.device), domain, launch)

@@ -105,7 +105,10 @@ class Domain:
                 f"rank {rank} waited for {WAITS[what]} from rank {peer}{where}: "
                 f"expected {expected:#x}, saw {seen:#x} (epoch in the upper half)"
             )
-        raise PeerTimeout("the fused attention stopped and its outputs are NaN: " + "; ".join(sorted(set(lines))))
+        raise PeerTimeout(
+            f"the fused attention stopped and its outputs are NaN: {'; '.join(sorted(set(lines)))}; "
+            "megaring.backends.fused.rebuild, called by all ranks, gives later calls a new arena"
+        )
 
 
 class LocalDomain(Domain):

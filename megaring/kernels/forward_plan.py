@@ -85,6 +85,11 @@ def heads_per_section(
     return min(kv_heads, max(1, l2_budget // bytes_per_kv_head)) * (query_heads // kv_heads)
 
 
+def arena_tiles(shards: Shards, causal: bool) -> int:
+    """Most tiles that the arena of any rank of the step holds: how large all of them have to be."""
+    return max(_arena(shards.peer(rank), causal).tiles for rank in range(shards.ranks))
+
+
 def arena_places(shards: Shards, causal: bool) -> dict[int, np.ndarray]:
     """Per split sequence that ``shards.rank`` holds, the first arena tile of each chunk, -1 where it needs none."""
     return _arena(shards, causal).first_tile

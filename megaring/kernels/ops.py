@@ -10,12 +10,13 @@ It has a fake implementation (shapes without launching) and no gradient: differe
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
 
 from megaring.errors import UserError
-from megaring.kernels.arena import LocalDomain
+from megaring.kernels.arena import Domain
 from megaring.kernels.megaring_forward import DevicePlan, RankCall, megaring_forward
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -24,12 +25,25 @@ _numbers = itertools.count()
 _sites: WeakValueDictionary[int, Site] = WeakValueDictionary()
 
 
-class Site:
-    """Where calls of one rank find their plan and its domain of one rank; ``number`` is what the operator takes."""
+@dataclass(frozen=True)
+class Launch:
+    """How calls are launched, the same on all ranks of a domain.
 
-    def __init__(self, plan: DevicePlan, domain: LocalDomain):
+    timeout_s: bound of every wait for another rank, in seconds. reserved_sms: SMs left free for collectives that other
+    streams run meanwhile; without them such a collective and a call could wait for each other until the bound.
+    """
+
+    timeout_s: float = 60.0
+    reserved_sms: int = 0
+
+
+class Site:
+    """Where calls of one rank find their plan, its domain and the launch; ``number`` is what the operator takes."""
+
+    def __init__(self, plan: DevicePlan, domain: Domain, launch: Launch | None = None):
         self.plan = plan
         self.domain = domain
+        self.launch = launch or Launch()
         self.number = next(_numbers)
         _sites[self.number] = self
 
@@ -44,9 +58,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, site: int, softmax
     if found is None:
         raise UserError(f"attention site {site} is gone; keep its shards (DeviceShards) while calls or graphs use them")
     out, lse = shapes(q, k, v, site, softmax_scale)
-    if len(q):
-        q, k, v = (_addressable(x) for x in (q, k, v))
-        megaring_forward(found.domain, [RankCall(found.plan, q, k, v, out, lse)], softmax_scale=softmax_scale)
+    shared = found.plan.plan.ranks > 1  # then others wait for this rank, even if it holds nothing
+    if len(q) or shared:
+        q = _addressable(q, adjacent=False)
+        k, v = (_addressable(x, adjacent=shared) for x in (k, v))
+        megaring_forward(
+            found.domain,
+            [RankCall(found.plan, q, k, v, out, lse)],
+            softmax_scale=softmax_scale,
+            timeout_s=found.launch.timeout_s,
+            reserved_sms=found.launch.reserved_sms,
+        )
     return out, lse
 
 
@@ -55,9 +77,14 @@ def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, site: int, softmax
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` where the copy engine can address it (contiguous columns, 16-byte start and strides), else a copy."""
+def _addressable(x: torch.Tensor, *, adjacent: bool) -> torch.Tensor:
+    """``x`` where the copy engine can address it (contiguous columns, 16-byte start and strides), else a copy.
+
+    adjacent: whether rows are sent as they are, which needs heads without gaps between them.
+    """
     fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
+    if adjacent and x.shape[1] > 1:
+        fits &= x.stride(1) == x.shape[2]
     return x if fits else x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps an odd start
 
 

@@ -1,14 +1,15 @@
-"""``megaring.attention`` through the fused backend on one GPU: numbers, strides, graphs, what it refuses."""
+"""``megaring.attention`` through the fused backend: numbers, strides, graphs and refusals on one GPU, then two GPUs."""
 
 import shutil
 
 import pytest
 import torch
-from attention_cases import make_inputs, relative_error, whole_attention
+from attention_cases import Case, gather_rows, make_inputs, place_rows, relative_error, whole_attention
 
 import megaring
 from buddyring import Placement
 from megaring.backends import fused
+from megaring.kernels.arena import PeerTimeout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -151,7 +152,7 @@ def test_a_compiled_layer_calls_the_operator():
     held = megaring.to_device(shards(), "cuda")
     inputs = make_inputs(sum(LENGTHS), (8, 2), 128, torch.bfloat16)
     q, k, v = (x.nan_to_num() for x in packed(inputs, held.shards))
-    site = fused.site(held, causal=True)
+    site = fused.site(held, 2, 128)
 
     def layer(q, k, v):
         return torch.ops.megaring.forward(q * 1.0, k, v, site.number, 128**-0.5)[0] * 2.0
@@ -161,3 +162,114 @@ def test_a_compiled_layer_calls_the_operator():
         eager = layer(q, k, v)
     assert torch.equal(compiled, eager)
     assert torch.equal(eager, run(q, k, v, held, backend="fused")[0] * 2.0)
+
+
+# Two processes, one GPU each
+
+TWO = torch.cuda.device_count() >= 2
+two_gpus = pytest.mark.skipif(not TWO, reason=f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
+SPLIT = Case(2, (1000, 300, 77, 4, 513), ((0, 2), (0, 1), (1, 1), (0, 2), (0, 2)), tile=128, rank_multiple=16)
+LARGER = Case(2, (9000, 20000, 77), ((0, 2), (0, 2), (1, 1)), tile=128, rank_multiple=16)
+EMPTY = Case(2, (300,), ((0, 1),), tile=128)
+
+
+def on_two(rank, world_size, cases, heads, head_dim, dtype, replays):
+    """Per case the outputs of this rank's second call; with ``replays``, then of as many replays of a graph."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    stream, results = torch.cuda.Stream(), []
+    with torch.cuda.stream(stream):
+        for case in cases:
+            held = megaring.to_device(case.placement().shards(rank), device)
+            inputs = make_inputs(sum(case.lengths), heads, head_dim, dtype)
+            q, k, v = (place_rows(x, held.shards).to(device) for x in inputs.tensors()[:3])
+            first = run(q, k, v, held, backend="fused")
+            second = run(q, k, v, held, backend="fused")
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            results.append([x.cpu() for x in second])
+    torch.cuda.synchronize()
+    if replays:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = run(q, k, v, held, backend="fused")
+        for _ in range(replays):
+            out.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            fused.check()
+            assert torch.equal(out, second[0]) and torch.equal(lse, second[1])
+    return results
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [((8, 2), 128, torch.bfloat16), ((5, 1), 64, torch.float16), ((16, 16), 128, torch.float16)],
+    ids=str,
+)
+def test_split_sequences_on_two_gpus(pool, heads, head_dim, dtype):
+    cases = [SPLIT, EMPTY, LARGER, SPLIT]  # the third one needs a larger arena
+    results = pool.run(2, on_two, cases, heads, head_dim, dtype, 4, backend="nccl", timeout=180)
+    for i, case in enumerate(cases):
+        inputs = make_inputs(sum(case.lengths), heads, head_dim, dtype)
+        out, lse = (gather_rows(case, [values[i][part] for values in results]) for part in range(2))
+        if case is LARGER:
+            assert out.isfinite().all() and lse.isfinite().all()
+            continue
+        expected, expected_lse = whole_attention(*(x.double() for x in inputs.tensors()[:3]), case.lengths)
+        assert relative_error(out, expected) <= LIMITS[dtype]
+        assert relative_error(lse, expected_lse) <= LSE_LIMIT
+
+
+def stays_away(rank, world_size):
+    """Rank 1 makes no second call; then both go on with a new arena."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = torch.distributed.group.WORLD
+    fused.configure(timeout_s=1.0)
+    held = megaring.to_device(SPLIT.placement().shards(rank), device)
+    q, k, v = (torch.randn(held.shards.rows, heads, 64, device=device).bfloat16() for heads in (4, 2, 2))
+    good = run(q, k, v, held, backend="fused")[0]
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    message, poisoned = "", True
+    if rank == 0:
+        poisoned = bool(run(q, k, v, held, backend="fused")[0].isnan().all())
+        with pytest.raises(PeerTimeout) as caught:
+            fused.check()
+        message = str(caught.value)
+    torch.distributed.barrier()
+    fused.rebuild(group, device)
+    again = run(q, k, v, held, backend="fused")[0]
+    torch.cuda.synchronize()
+    fused.check()
+    fused.configure()
+    return message, poisoned, bool(torch.equal(again, good))
+
+
+@two_gpus
+def test_a_peer_that_stays_away_is_an_error_and_the_arena_can_be_rebuilt(pool):
+    results = pool.run(2, stays_away, backend="nccl", timeout=120)
+    assert "rank 0 waited for a tile from rank 1" in results[0][0] and "fused.rebuild" in results[0][0]
+    assert [result[1:] for result in results] == [(True, True)] * 2
+
+
+def plans_otherwise(rank, world_size):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    fused.configure(timeout_s=1.0)
+    lengths = (512, 1024) if rank == 0 else (1024, 512)
+    held = megaring.to_device(Case(2, lengths, ((0, 2), (0, 2)), tile=128).placement().shards(rank), device)
+    q, k, v = (torch.randn(held.shards.rows, heads, 64, device=device).bfloat16() for heads in (4, 2, 2))
+    run(q, k, v, held, backend="fused")
+    torch.cuda.synchronize()
+    with pytest.raises(PeerTimeout) as caught:
+        fused.check()
+    fused.configure()
+    return str(caught.value)
+
+
+@two_gpus
+def test_ranks_that_plan_different_steps_are_stopped(pool):
+    messages = pool.run(2, plans_otherwise, backend="nccl", timeout=120)
+    assert any("a tile of the same placement" in message for message in messages), messages

@@ -79,15 +79,16 @@ def prepare(
     """Calls of the ranks of ``placement`` that live here, on copies of their rows of ``tensors``.
 
     tensors: q ``[T, Hq, D]`` and k, v ``[T, Hkv, D]`` of all sequences, in input order. strided: whether a rank's q, k
-    and v are views into one tensor. make_domain: from the number of ranks, the arena's layout and the device.
+    and v are views into one tensor. make_domain: from the number of ranks, the least layout and the device.
     """
     device, (kv_heads, head_dim) = tensors[0].device, tensors[1].shape[1:]
     plans = [plan_forward(placement.shards(rank), causal=causal) for rank in range(placement.ranks)]
     layout = ArenaLayout(max(plan.arena_tiles for plan in plans), kv_heads, head_dim)
     domain = make_domain(placement.ranks, layout, device)
     calls, shards, tokens = [], [placement.shards(rank) for rank in domain.local], []
+    data = slice(domain.layout.data_offset, domain.layout.counts_offset)
     for rank, held in zip(domain.local, shards, strict=True):
-        domain.arenas[rank][layout.data_offset : layout.counts_offset] = 0xFF  # NaN in both types
+        domain.arenas[rank][data] = 0xFF  # NaN in both types
         index = torch.from_numpy(held.tokens.copy()).to(device)
         parts = packed([tensor[index] for tensor in tensors], plans[rank].rows, strided)
         out = torch.empty(parts[0].shape, dtype=parts[0].dtype, device=device)

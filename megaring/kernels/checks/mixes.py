@@ -101,26 +101,37 @@ def run_mix(
 ) -> Outcome:
     """Run one mix and judge it. group: the processes that share it, whose ranks all give the same outcome."""
     calls = prepare_mix(case, bank, make_domain)
-    calls.run(**options)
-    first = calls.outputs()
-    faults = torch.zeros(2, dtype=torch.float64, device=first[0].device)  # repeats that differ, rows not cleared
-    for _ in range(repeats - 1):
-        calls.poison()
+    faults = torch.zeros(
+        3, dtype=torch.float64, device=calls.calls[0].out.device
+    )  # calls that stop, differ, leave rows
+    if group is not None:
+        dist.all_reduce(faults, group=group)  # nobody sends into an arena that is still being poisoned
+    stopped: PeerTimeout | None = None
+    try:
         calls.run(**options)
-        faults[0] += calls.differing(first)
-    faults[1] = calls.dirty()
+        first = calls.outputs()
+        for _ in range(repeats - 1):
+            calls.poison()
+            calls.run(**options)
+            faults[1] += calls.differing(first)
+        faults[2] = calls.dirty()
+    except PeerTimeout as error:
+        stopped, faults[0] = error, 1
+    if group is not None:
+        dist.all_reduce(faults, group=group)
+    if faults[0]:
+        raise stopped or PeerTimeout("another process had to stop")
     kind = Kind(case.head_dim, case.dtype, case.causal)
-    sums = torch.zeros(len(case.lengths), 5, dtype=torch.float64, device=first[0].device)
+    sums = torch.zeros(len(case.lengths), 5, dtype=torch.float64, device=faults.device)
     for sequence, positions, out, lse in calls.pieces():
         sums[sequence] += squares(bank.entry(case.lengths[sequence], kind), out, lse, case.kv_heads, positions)
     if group is not None:
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(faults, group=group)
     judged = {
         length: judge(bank.entry(length, kind), sums[i], case.query_heads, case.kv_heads)
         for i, length in enumerate(case.lengths)
     }
-    return outcome(judged, repeatable=not faults[0], dirty=bool(faults[1]))
+    return outcome(judged, repeatable=not faults[1], dirty=bool(faults[2]))
 
 
 def outcome(judged: dict[int, Judgement], *, repeatable: bool, dirty: bool) -> Outcome:

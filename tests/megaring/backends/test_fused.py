@@ -1,6 +1,7 @@
 """When the fused backend takes a call and when it says why not, without a GPU."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from buddyring import Placement
 from megaring import backends
 from megaring.backends import Request, fused, reference
 from megaring.device_shards import DeviceShards
+from megaring.errors import UserError
+from megaring.kernels import domains
+from megaring.kernels.symmetric import Seat
 
 GPU = torch.device("cuda", 0)
 
@@ -77,12 +81,72 @@ def test_auto_prefers_it_and_says_why_not_when_gradients_are_wanted(hopper):
     assert with_gradients.refusals[0].startswith("fused: it is forward-only")
 
 
-def test_every_rank_refuses_a_step_that_splits_a_sequence(hopper):
-    placement = Placement.from_groups([300, 20], 4, [(0, 2), (3, 1)])
-    for rank in range(4):  # those that hold nothing of it as well: a domain must not choose two backends
-        assert "splits sequences" in fused.refusal(request(placement, rank))
+SPLIT = Placement.from_groups([300, 20], 4, [(0, 2), (3, 1)])
+
+
+@pytest.fixture
+def seats(monkeypatch):
+    """Where the ranks of every group say they are; counts the look-ups."""
+    asked = []
+    found = [Seat("here", f"gpu {rank}") for rank in range(4)]
+
+    def gather(group, device):
+        asked.append(group)
+        return found
+
+    monkeypatch.setattr(domains, "gather_seats", gather)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fused, "_domains", domains.Domains())
+    return SimpleNamespace(asked=asked, found=found)
+
+
+def test_a_step_that_splits_sequences_asks_once_where_its_ranks_are(hopper, seats):
+    for rank in range(4):  # those that hold nothing of the split one as well: a domain must not choose two backends
+        assert fused.refusal(request(SPLIT, rank, group="group")) is None
+    assert seats.asked == ["group"]
     whole = Placement.from_groups([300, 20], 4, [(0, 1), (3, 1)])
-    assert [fused.refusal(request(whole, rank)) for rank in range(4)] == [None] * 4
+    assert [fused.refusal(request(whole, rank, group="other")) for rank in range(4)] == [None] * 4
+    assert seats.asked == ["group"]
+
+
+@pytest.mark.parametrize(
+    ("seat", "reason"),
+    [
+        (Seat("there", "gpu 3"), "its ranks are on 2 hosts (here, there)"),
+        (Seat("here", "gpu 1"), "several of its ranks use the same GPU"),
+    ],
+)
+def test_ranks_that_cannot_reach_each_other_are_refused_by_all(hopper, seats, seat, reason):
+    seats.found[3] = seat
+    for rank in range(4):
+        assert fused.refusal(request(SPLIT, rank, group="group")).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "reason"),
+    [
+        (SPLIT, {"heads": (128, 128)}, "it sends at most 64 KV heads of 128, not 128"),
+        (Placement.from_groups([300], 32, [(0, 2)]), {}, "it splits sequences over at most 16 ranks, not 32"),
+        (SPLIT, {"gradients": True}, "it is forward-only"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anybody_is_asked(hopper, seats, placement, changes, reason):
+    assert fused.refusal(request(placement, group="group", **changes)).startswith(reason)
+    assert seats.asked == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": float("inf")}, "timeout_s is inf"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"reserved_sms": -1}, "reserved_sms is -1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting, message):
+    with pytest.raises(UserError, match=message):
+        fused.configure(**setting)
 
 
 def test_a_capture_without_a_first_call_is_refused(monkeypatch):

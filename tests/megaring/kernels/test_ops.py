@@ -13,7 +13,7 @@ from megaring.errors import UserError
 from megaring.kernels import ops
 from megaring.kernels.forward_plan import plan_forward
 from megaring.kernels.megaring_forward import to_device
-from megaring.kernels.ops import Site
+from megaring.kernels.ops import Launch, Site
 
 CPU = torch.device("cpu")
 ROWS = 48
@@ -28,13 +28,20 @@ def site():
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def options():
+    """How the last call was launched."""
+    return {}
+
+
+@pytest.fixture
+def launches(monkeypatch, options):
     """Runs the operator on CPU tensors, with a launcher that notes what it gets and writes known values."""
     seen = []
 
-    def launch(domain, calls, *, softmax_scale):
+    def launch(domain, calls, *, softmax_scale, timeout_s, reserved_sms):
         (call,) = calls
         seen.append((domain, call, softmax_scale))
+        options.update(timeout_s=timeout_s, reserved_sms=reserved_sms)
         call.out.copy_(call.q * softmax_scale)
         call.lse.copy_(call.q[:, :, 0])
 
@@ -69,6 +76,42 @@ def test_inputs_that_the_copy_engine_cannot_address_are_copied(site, launches, w
     passed = launches[0][1].q
     assert passed.is_contiguous() and passed.data_ptr() % 16 == 0 and torch.equal(passed, q)
     assert out.is_contiguous() and torch.equal(out, q * 0.5)
+
+
+def test_a_call_is_launched_as_its_site_says(site, launches, options):
+    forward(*tensors(), site.number, 0.5)
+    assert options == {"timeout_s": 60.0, "reserved_sms": 0}
+    hurried = Site(site.plan, "domain", Launch(timeout_s=2.0, reserved_sms=8))
+    forward(*tensors(), hurried.number, 0.5)
+    assert options == {"timeout_s": 2.0, "reserved_sms": 8}
+
+
+@pytest.fixture
+def shared_site():
+    """A site of rank 1 of 2, which holds nothing."""
+    plan = plan_forward(Placement.from_groups([64], 2, [(0, 1)]).shards(1))
+    return Site(to_device(plan, CPU), domain="shared")
+
+
+def test_a_rank_without_rows_launches_if_others_wait_for_it(shared_site, launches):
+    out, lse = forward(*(x[:0] for x in tensors()), shared_site.number, 0.5)
+    assert [domain for domain, _, _ in launches] == ["shared"]
+    assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
+
+
+@pytest.mark.parametrize("kind", ["gaps", "heads first", "same tensor"])
+def test_keys_that_cannot_be_sent_as_they_are_are_copied(shared_site, launches, kind):
+    q, k, v = tensors()
+    if kind == "gaps":
+        k = torch.randn(ROWS, 4, 64).bfloat16()[:, ::2]
+    elif kind == "heads first":
+        k = torch.randn(2, ROWS, 64).bfloat16().transpose(0, 1)
+    else:
+        q = k = v = torch.randn(ROWS, 4, 64).bfloat16()[:, ::2]
+    forward(q, k, v, shared_site.number, 0.5)
+    call = launches[0][1]
+    assert call.k.is_contiguous() and torch.equal(call.k, k)
+    assert call.q.data_ptr() == q.data_ptr(), "queries are not sent"
 
 
 def test_a_rank_without_rows_launches_nothing(site, launches):
@@ -157,7 +200,7 @@ def test_the_backend_keeps_one_site_for_all_layers(launches, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fused, "_domain", lambda device, stream: (device, stream))
+    monkeypatch.setattr(fused._domains, "local", lambda device, stream: (device, stream))
     placement = Placement.from_groups([30, 15], 2, [(1, 1), (1, 1)], rank_multiple=16)
     shards = shards_to_device(placement.shards(1), CPU)
     q, k, v = tensors()
