@@ -32,8 +32,8 @@ def test_costs_are_those_of_the_model():
 
 
 def test_fit_counts_the_tokens_that_the_step_appends():
-    histories = [History(0, 1, 70), History(1, 2, 70, origins=(0, 0))]
-    after = PageTable.from_histories([History(0, 1, 71), History(1, 2, 71, origins=(0,))], 4)
+    histories = [History(0, 1, 70), History(1, 1, 70, origins=(0, 0))]
+    after = PageTable.from_histories([History(0, 1, 71), History(1, 1, 71, origins=(0,))], 4)
     assert len(after) == 3  # whoever appends has copied the partly filled page
     used = rank_bytes(V2_LITE, DP, after)
     exact = replace(GROUP, memory=max(used) + GROUP.reserve)
@@ -68,6 +68,8 @@ def test_exposure_of_a_passage():
     assert passage(GROUP, DP, CP, table, step).exposed == 0
     slow = passage(GROUP, DP, TP, table, 27 * 1e-5 + RATES.step_overhead, early=False)
     assert slow.exposed == pytest.approx(slow.transfer + 26 * (slow.transfer - 1e-5))
+    early = passage(GROUP, DP, TP, table, 27 * 1e-5 + RATES.step_overhead)
+    assert slow.exposed - early.exposed == pytest.approx(26 * 1e-5)  # under the step before, but for its first layer
 
 
 def test_an_idle_batch_has_candidates_too():

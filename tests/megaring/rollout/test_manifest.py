@@ -222,6 +222,8 @@ def test_digest_says_whether_ranks_agree():
         make_manifest(replace(QWEN3, layers=47), DP, CP, PageTable.from_histories(histories, 4)),
     ]
     assert len({reference, *(each.digest for each in others)}) == 6
+    before, after = PageTable.from_histories(histories, 4), PageTable.from_histories(owner, 4)
+    assert make_manifest(QWEN3, DP, CP, before, after).digest != reference  # equal transfers, other owners afterwards
 
 
 def test_digest_is_the_same_in_another_process():

@@ -81,6 +81,7 @@ def test_the_first_transfer_can_hide_under_the_step_before():
     assert exposed_transfer([3.8] * 4, [30] * 4, early=90) == 0
     assert exposed_transfer([3.8] * 4, [30] * 4, early=1) == pytest.approx(2.8)
     assert exposed_transfer([40] * 4, [30] * 4, early=90) == 30
+    assert exposed_transfer([5, 7, 9], [6, 1, 100]) == 5 + 1 + 8  # each behind the layer before it
     assert exposed_transfer([], []) == 0
     with pytest.raises(ValueError, match="2 transfers and 1 computations"):
         exposed_transfer([1, 2], [1])
@@ -113,6 +114,15 @@ def test_causal_chunks_count_their_pairs():
     compute = step_stages(V2_LITE, DP, 2, one, UNIT).attention_compute
     pairs = sum(97 + i for i in range(4))
     assert compute == V2_LITE.layers * pairs * 2 * 16 * (576 + 512)
+
+
+def test_rows_through_the_projections():
+    mixed = Batch(np.array([0, 1, 1]), np.array([500, 500, 500]), np.array([1, 1, 256]))
+    shape, matrices = QWEN3, 2 * QWEN3.layers * sum(each.elements for each in QWEN3.projections)
+    done = {name: step_stages(shape, layout, 4, mixed, UNIT).projection_compute for name, layout in LAYOUTS.items()}
+    assert done["TP"] == done["DOP"] == 258 * matrices / 4
+    assert done["DP"] == 257 * matrices  # the owner's
+    assert done["CP"] == (2 + 256 / 4) * matrices  # decode rows everywhere, the chunk in four parts
 
 
 def test_exchange_counted_by_hand():

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from megaring import cli
 from megaring.rollout.calibration import Calibration, Constants, save
+from megaring.rollout.cost import Batch, step_stages
 from megaring.rollout.footprint import Sizes
 from megaring.rollout.layout import LAYOUTS, SWITCHES
 from megaring.rollout.recipes import SHAPES
@@ -68,6 +70,16 @@ def test_text_names_every_layout_and_switch(capsys):
     assert "projection_flops" in text
     assert "not measured" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_chunks_are_prefilled_by_one_request(capsys):
+    arguments = "--model deepseek-v2-lite --ranks 4 --batch 3 --context 1000 --chunk 128 --json"
+    found = json.loads(plan(capsys, *arguments.split()))
+    batch = Batch(np.arange(3), np.array([1001, 1001, 1128]), np.array([1, 1, 128]))
+    constants = Constants(**found["calibration"]["constants"])
+    for name, layout in LAYOUTS.items():
+        expected = step_stages(SHAPES["deepseek-v2-lite"], layout, 4, batch, constants)
+        assert found["layouts"][name]["step_seconds"] == pytest.approx(expected.seconds)
 
 
 def test_layouts_without_room_say_so(capsys):

@@ -84,6 +84,8 @@ def test_ties_stay():
     scheduler = Scheduler(DP, FREE)
     assert scheduler.decide(candidates()).action == "stay"
     assert scheduler.layout is DP
+    assert Scheduler(TP, Policy(margin=0.25)).decide(candidates(tp=1.0, dp=0.75)).action == "stay"
+    assert Scheduler(TP, Policy(margin=0.25)).decide(candidates(tp=1.0, dp=0.7499)).action == "switch"
 
 
 def test_the_margin_grows_with_exposure_relative_to_the_step():
