@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,14 +58,14 @@ def library(name: str, backend: SDPBackend, lengths: tuple[int, ...], tensors: T
     return Contender(name, run, forward_flops(lengths))
 
 
-def libraries(lengths: tuple[int, ...], tensors: Tensors) -> list[Contender]:
+def libraries(
+    lengths: tuple[int, ...], tensors: Tensors, only: Sequence[str] = ("cudnn", "fa2", "fa3")
+) -> list[Contender]:
     """cuDNN and FlashAttention-2 through torch, and FlashAttention-3 where its package can be imported."""
-    found = [
-        library("cudnn", SDPBackend.CUDNN_ATTENTION, lengths, tensors),
-        library("fa2", SDPBackend.FLASH_ATTENTION, lengths, tensors),
-    ]
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+    found = [library(name, backend, lengths, tensors) for name, backend in backends.items() if name in only]
     device = tensors[0].device
-    if flash3.refusal(device, tensors[0].dtype, HEAD_DIM) is None:
+    if "fa3" in only and flash3.refusal(device, tensors[0].dtype, HEAD_DIM) is None:
         counts = np.asarray(lengths)
         segments = Segments.build(counts, counts, device)
         run = functools.partial(flash3.forward, *tensors, segments, True, HEAD_DIM**-0.5)
