@@ -56,6 +56,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self._positions)
 
+    @property
+    def largest_position(self) -> int:
+        """Of any row; there is one."""
+        return int(self._positions.max())
+
     @cached_property
     def by_owner(self) -> torch.Tensor:
         """Rows in order of their owners."""

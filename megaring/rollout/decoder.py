@@ -49,7 +49,7 @@ class Decoder:
         chosen = None
         if hasattr(layer.mlp, "router"):
             partial, chosen = self._experts(layer.mlp, rows)
-            if layer.mlp.shared_experts is not None:
+            if layer.mlp.use_shared_expert:
                 partial = partial + self._mlp(layer.mlp.shared_experts, rows)
         else:
             partial = self._mlp(layer.mlp, rows)
@@ -100,7 +100,7 @@ def _check(model: GPTModel, ranks: Ranks) -> None:
     for name in ("add_bias_linear", "add_qkv_bias", "window_size", "mtp_num_layers", "rotary_interleaved", "fp8"):
         if getattr(config, name, None):
             raise ValueError(f"rollout has no {name}, but the model has {name} {getattr(config, name)}")
-    for name in ("attention_output_gate", "apply_residual_connection_post_layernorm", "moe_latent_size"):
+    for name in ("attention_output_gate", "apply_residual_connection_post_layernorm", "moe_latent_size", "moe_shared_expert_gate"):
         if getattr(config, name, None):
             raise ValueError(f"rollout has no {name}, but the model sets it")
     if not config.gated_linear_unit:

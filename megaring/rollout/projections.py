@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 
 from megaring.rollout.arena import Arena
 from megaring.rollout.ranks import Ranks
@@ -56,6 +57,16 @@ class SlotLayout:
             first, last = offset + rank * size, offset + (rank + 1) * size - 1
             held[first // self.unit_bytes : last // self.unit_bytes + 1] = True
         return np.flatnonzero(held)
+
+
+def replicated_linear(rows: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Apply a replicated projection that tensor parallelism cuts by columns: ``[n, columns]`` to ``[n, rows]``."""
+    slices = module.get_buffer(REPLICATED)  # [T, rows, columns / T]
+    parts = rows.chunk(len(slices), dim=1)
+    out = functional.linear(parts[0], slices[0])
+    for part, weight in zip(parts[1:], slices[1:], strict=True):
+        out.addmm_(part, weight.t())
+    return out
 
 
 class Projections:

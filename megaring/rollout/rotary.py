@@ -3,8 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import nn
+
+_BLOCK = 4096  # positions
+
+
+class Rotation:
+    """How positions turn heads: ``frequencies`` ``[width / 2]`` in fp32, and ``scale`` of cosines and sines (YaRN).
+
+    ``interleaved``: the two coordinates are neighbours, as in MLA, and come out as halves; else they are halves.
+    Angles, cosines and sines are in fp32, as in training, and are computed in blocks of fixed shape: vectorised and
+    scalar code differ in the last bit, and a position's values must not depend on what else is in a step.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0, *, interleaved: bool = False) -> None:
+        self._frequencies, self._scale, self._interleaved = frequencies.float(), scale, interleaved
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # [positions, 1, width]
+
+    @classmethod
+    def of(cls, embedding: nn.Module, *, interleaved: bool = False) -> Self:
+        """That of a model's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``."""
+        if not hasattr(embedding, "scaling_factor"):
+            return cls(embedding.inv_freq, interleaved=interleaved)
+        angles, scale = embedding.get_emb(2)  # at positions 0 and 1: the latter are the frequencies
+        return cls(angles[1].flatten()[: angles.shape[-1] // 2], scale, interleaved=interleaved)
+
+    def at(self, positions: torch.Tensor, largest: int, dtype: torch.dtype) -> Rotary:
+        """The tables of rows at ``positions`` (``[n]`` int64), the largest of which is ``largest``."""
+        known = len(self._tables[0]) if self._tables else 0
+        if largest >= known or self._tables[0].dtype != dtype or self._tables[0].device != positions.device:
+            blocks = [self._block(first, positions.device) for first in range(0, largest + 1, _BLOCK)]
+            self._tables = tuple(torch.cat(each).to(dtype) for each in zip(*blocks, strict=True))
+        cos, sin = self._tables
+        return Rotary(cos[positions], sin[positions], self._interleaved)
+
+    def _block(self, first: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(first, first + _BLOCK, device=device).float()
+        angles = torch.outer(positions, self._frequencies.to(device))
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles.cos() * self._scale, angles.sin() * self._scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -13,22 +53,15 @@ class Rotary:
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """The tables of rows at ``positions`` (``[n]`` int64). Angles are in the type of the frequencies, fp32, as in
-        training; they limit how far positions may go, not this.
-        """
-        frequencies = inverse_frequencies.to(positions.device)
-        angles = torch.outer(positions.to(frequencies.dtype), frequencies)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
+    interleaved: bool
 
     def rows(self, index: torch.Tensor) -> Rotary:
         """The tables of some of the rows."""
-        return Rotary(self.cos[index], self.sin[index])
+        return Rotary(self.cos[index], self.sin[index], self.interleaved)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate ``[n, heads, width]``: its halves are the two coordinates (RoFormer, section 3.2.2)."""
+        """Rotate ``[n, heads, width]`` (RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2)."""
+        if self.interleaved:
+            heads = torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)
         first, second = heads.chunk(2, dim=-1)
         return heads * self.cos + torch.cat((-second, first), dim=-1) * self.sin

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import nn
 
 from megaring.backends.precision import wide
 from megaring.rollout.arena import Arena
 from megaring.rollout.attention.gqa import Gqa
 from megaring.rollout.attention.layouts import FORWARD, Layer
+from megaring.rollout.attention.mla import Mla
 from megaring.rollout.batch import Batch
 from megaring.rollout.blocks import PageTable
 from megaring.rollout.checks import check_plan, growth
@@ -28,7 +31,7 @@ from megaring.rollout.pages import EntryShape, Pages
 from megaring.rollout.projections import Projections, SlotLayout
 from megaring.rollout.ranks import Ranks
 from megaring.rollout.room import Room
-from megaring.rollout.rotary import Rotary
+from megaring.rollout.rotary import Rotation
 from megaring.rollout.shape import ModelShape
 from megaring.rollout.step import BLOCKING, PlanError, StepPlan, StepResult
 from megaring.rollout.switch import State, Switch
@@ -66,13 +69,19 @@ class Runner:
         self.ranks, self.weight_version = ranks, weight_version
         self.decoder = Decoder(model, ranks, vocab_size)
         dtype = self.decoder.dtype
-        self.shape = ModelShape.from_config(self.decoder.config, weight_bytes=dtype.itemsize, kv_bytes=dtype.itemsize)
+        attentions = [layer.self_attention for layer in self.decoder.layers]
+        down = getattr(attentions[0], "linear_kv_down_proj", None)
+        self.shape = ModelShape.from_config(
+            self.decoder.config,
+            weight_bytes=dtype.itemsize,
+            kv_bytes=dtype.itemsize,
+            shard_down=isinstance(down, ColumnParallelLinear),
+        )
         self.shape.check_ranks(ranks.size)
         entry = EntryShape.of(self.shape, ranks.size)
         unit_bytes = entry.unit_bytes(dtype)
         self.arena = Arena(memory // unit_bytes, unit_bytes, self.decoder.device)
         self.pages = Pages(self.arena, entry, self.shape.layers, dtype)
-        attentions = [layer.self_attention for layer in self.decoder.layers]
         modules = [{each.name: getattr(part, each.name) for each in self.shape.projections} for part in attentions]
         slot = SlotLayout.of(self.shape, ranks.size, dtype.itemsize, unit_bytes)
         self.projections = Projections(self.arena, slot, modules, ranks.rank, dtype)
@@ -80,7 +89,7 @@ class Runner:
         ranks.check_equal(repr((self.room, self.shape)), "the model or the memory of their arenas")
         self.ledger = Ledger(ranks.size)
         self.layout = TP
-        self._kinds = [Gqa(attention, self.shape, ranks) for attention in attentions]
+        self._kinds = self._attention_kinds(attentions)
         self._state = State(ranks, self.arena, self.pages, self.projections)
         self.refit(weight_version)
         if layout is not TP:
@@ -182,7 +191,7 @@ class Runner:
                 self._conform(layer)
             return torch.zeros(0, decoder.vocab_size, dtype=wide(decoder.dtype)), None
         batch = Batch(plan, self.ledger, self.ranks.rank, decoder.device)
-        rotary = Rotary.at(batch.positions, decoder.model.rotary_pos_emb.inv_freq, decoder.dtype)
+        rotary = self._kinds[0].rotation.at(batch.positions, batch.largest_position, decoder.dtype)
         rows, chosen = decoder.embed(batch.tokens), []
         groups, attend = self._state.groups(self.layout), FORWARD[self.layout]
         for index in layers:
@@ -217,6 +226,12 @@ class Runner:
         for source, destination in self.ledger.copies:
             self.pages.copy_page(layer, source, destination)
         self.pages.free(layer, slots[~held])
+
+    def _attention_kinds(self, attentions: list[nn.Module]) -> list[Gqa] | list[Mla]:
+        if self.shape.mla is not None:
+            return [Mla(attention, self.shape, self.ranks) for attention in attentions]
+        rotation = Rotation.of(self.decoder.model.rotary_pos_emb)
+        return [Gqa(attention, self.shape, self.ranks, rotation) for attention in attentions]
 
     def _start_in(self, layout: Layout) -> None:
         nothing = PageTable.from_histories([], self.ranks.size)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megaring.rollout.projections import REPLICATED
+from megaring.rollout.projections import REPLICATED, replicated_linear
 from megaring.rollout.ranks import Ranks
-from megaring.rollout.rotary import Rotary
+from megaring.rollout.rotary import Rotary, Rotation
 from megaring.rollout.shape import ModelShape
 
 EFFECTIVE = "effective_weight"  # name of the non-persistent buffer with whole heads where a slice cuts a KV group
@@ -27,7 +27,8 @@ class Gqa:
 
     entries_are_local = True  # tensor parallelism makes only the entries of a rank's own KV heads
 
-    def __init__(self, attention: nn.Module, shape: ModelShape, ranks: Ranks) -> None:
+    def __init__(self, attention: nn.Module, shape: ModelShape, ranks: Ranks, rotation: Rotation) -> None:
+        self.rotation = rotation
         self._module, self._shape, self._ranks = attention, shape, ranks
         self.scale = getattr(attention.core_attention, "softmax_scale", None) or shape.head_dim**-0.5
         self.whole_heads = ranks.size > shape.kv_heads
@@ -66,12 +67,7 @@ class Gqa:
 
     def output_replicated(self, results: torch.Tensor) -> torch.Tensor:
         """The output ``[n, hidden]`` from the results of all heads."""
-        slices = self._module.linear_proj.get_buffer(REPLICATED)  # [T, hidden, width / T]
-        parts = results.flatten(1).chunk(len(slices), dim=1)
-        out = functional.linear(parts[0], slices[0])
-        for part, weight in zip(parts[1:], slices[1:], strict=True):
-            out.addmm_(part, weight.t())
-        return out
+        return replicated_linear(results.flatten(1), self._module.linear_proj)
 
     def result(self, attended: torch.Tensor) -> torch.Tensor:
         """What of the attended cache entries the output projection takes: all of it."""

@@ -37,7 +37,7 @@ MODEL = ModelConfig(
     init_method_std=0.3,
 )
 DENSE = replace(MODEL, num_experts=None, untie_embeddings_and_output_weights=False)
-MEMORY = 1 << 20  # bytes of a rank's arena
+MEMORY = 1 << 21  # bytes of a rank's arena
 TIMEOUT = timedelta(seconds=50)
 
 
@@ -53,6 +53,10 @@ def make_model(ranks: int, model: ModelConfig, seed: int, dtype: torch.dtype) ->
         if name.endswith("norm.weight"):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return as_type(chunk, dtype)
+
+
+def as_type(chunk: GPTModel, dtype: torch.dtype) -> GPTModel:
     chunk.to(dtype)
     if dtype == torch.float64:
         chunk.config.moe_router_dtype = "fp64"
@@ -68,9 +72,12 @@ def make_runner(
     dtype: torch.dtype = torch.float64,
     memory: int = MEMORY,
 ) -> Runner:
-    chunk = make_model(ranks, model, seed, dtype)
+    return over_ranks(make_model(ranks, model, seed, dtype), ranks, layout, memory)
+
+
+def over_ranks(chunk: GPTModel, ranks: int, layout: str, memory: int = MEMORY) -> Runner:
     group = Ranks.over(parallel_state.get_tensor_model_parallel_group(), TIMEOUT) if ranks > 1 else Ranks.single()
-    return Runner(chunk, group, memory=memory, layout=LAYOUTS[layout], vocab_size=model.vocab_size)
+    return Runner(chunk, group, memory=memory, layout=LAYOUTS[layout], vocab_size=VOCABULARY)
 
 
 def plain_logits(
@@ -93,12 +100,20 @@ def plain_logits(
     stock.eval()
     weights = {name: value for name, value in chunk.state_dict().items() if value is not None}
     assert not stock.load_state_dict(weights, strict=False).unexpected_keys
-    found = []
-    for sequence in sequences:
-        tokens = torch.from_numpy(sequence)[None]
-        future = torch.ones(1, 1, len(sequence), len(sequence)).triu(1).bool()
-        with torch.no_grad():
-            logits = stock(tokens, torch.arange(len(sequence))[None], future)
-        found.append(logits[0, :, : model.vocab_size].numpy())
+    found = [plain_forward(stock, sequence) for sequence in sequences]
     parallel.stop()
     return found
+
+
+def plain_forward(model: GPTModel, sequence: np.ndarray) -> np.ndarray:
+    """Logits ``[n, VOCABULARY]`` of a whole sequence on one process.
+
+    It is padded at the end: the fp32 cosines of Megatron's last positions are otherwise computed by other code, which
+    differs in the last bit.
+    """
+    rows = -(-len(sequence) // 64) * 64
+    tokens = torch.from_numpy(np.pad(sequence, (0, rows - len(sequence))))[None]
+    future = torch.ones(1, 1, rows, rows).triu(1).bool()
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(rows)[None], future)
+    return logits[0, : len(sequence), :VOCABULARY].numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from mla_case import PLAIN_ROPE, V2_LITE, V3, make_mla_runner, plain_mla_logits
 from rollout_case import DENSE, MODEL, VOCABULARY, make_runner, plain_logits
 
 from megaring.megatron import parallel
@@ -17,9 +17,9 @@ OWNERS = (0, 1, 1, 0, 0)  # of 4 ranks two own nothing
 STEPS = ((100, 70, 0, 0, 63), (1, 0, 2, 129, 1), (48, 0, 1, 1, 0), (1, 0, 0, 1, 0))
 
 
-def chunked(rank, world_size, model, layout, dtype=torch.float64):
+def chunked(rank, world_size, make, model, layout):
     """Logits of all sequences under one layout, computed in the chunks of ``STEPS``."""
-    runner = make_runner(world_size, model, layout=layout, dtype=dtype)
+    runner = make(world_size, model, layout=layout)
     done, found = [0] * len(LENGTHS), [[] for _ in LENGTHS]
     for number, counts in enumerate(STEPS):
         chunks = [
@@ -52,6 +52,22 @@ def plain(pool):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_equal_to_a_plain_forward_pass(pool, plain, layout, ranks):
     for model in (MODEL, DENSE) if ranks == 2 else (MODEL,):
-        for outcome in pool.run(ranks, chunked, model, layout):
+        for outcome in pool.run(ranks, chunked, make_runner, model, layout):
             for found, expected in zip(outcome, plain[model], strict=True):
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+MLA = {"v2-lite": V2_LITE, "v3": V3, "rope": PLAIN_ROPE}
+
+
+@pytest.fixture(scope="module")
+def plain_mla(pool):
+    return {name: pool.run(1, plain_mla_logits, kind, SEQUENCES)[0] for name, kind in MLA.items()}
+
+
+@pytest.mark.parametrize("layout", ["TP", "DP", "CP", "DOP"])
+@pytest.mark.parametrize(("name", "ranks"), [("v2-lite", 2), ("v3", 4), ("v3", 2), ("rope", 1)])
+def test_mla_equal_to_a_plain_forward_pass(pool, plain_mla, layout, name, ranks):
+    for outcome in pool.run(ranks, chunked, make_mla_runner, MLA[name], layout):
+        for found, expected in zip(outcome, plain_mla[name], strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())

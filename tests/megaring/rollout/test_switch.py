@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mla_case import V3, make_mla_runner
 from rollout_case import MODEL, make_runner
 from traffic import drive
 
 from megaring.megatron import parallel
 
 
-def traffic(rank, world_size, seed, switching=True, layout="TP", memory=1 << 21):
-    runner = make_runner(world_size, MODEL, layout=layout, memory=memory)
-    outcome = drive(runner, seed, switching=switching)
+def traffic(rank, world_size, make, model, seed, steps=24, switching=True):
+    runner = make(world_size, model)
+    outcome = drive(runner, seed, steps=steps, switching=switching)
     parallel.stop()
     return outcome
 
@@ -23,12 +24,21 @@ def same(found, expected):
         np.testing.assert_allclose(found.logits[request], rows, rtol=0, atol=1e-12 * np.abs(rows).max())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_switches_change_no_token(pool, ranks, seed):
-    expected = pool.run(1, traffic, seed, switching=False)[0]
+@pytest.mark.parametrize(("seed", "sizes"), [(0, (2, 4)), (1, (1, 4))])
+def test_random_switches_change_no_token(pool, seed, sizes):
+    expected = pool.run(1, traffic, make_runner, MODEL, seed, switching=False)[0]
     assert sum(map(len, expected.tokens.values())) > 100
-    for outcome in pool.run(ranks, traffic, seed):
+    for ranks in sizes:
+        for outcome in pool.run(ranks, traffic, make_runner, MODEL, seed):
+            same(outcome, expected)
+            assert len(set(outcome.switches)) > 6
+            assert not outcome.deferred
+            assert (outcome.moved_bytes > 0) == (ranks > 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_switches_of_mla_change_no_token(pool, ranks):
+    expected = pool.run(1, traffic, make_mla_runner, V3, 2, steps=12, switching=False)[0]
+    for outcome in pool.run(ranks, traffic, make_mla_runner, V3, 2, steps=12):
         same(outcome, expected)
-        assert len(outcome.switches) > 8
-        assert not outcome.deferred
+        assert len(set(outcome.switches)) > 4
