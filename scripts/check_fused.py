@@ -8,7 +8,7 @@ error does not spread. ``--stages mixes --part 2/3`` runs the second third of th
 ``--stages timing --variant "no turns: ping_pong=False" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
 the kernel in one run.
 
-Under NVIDIA's checker, which slows the kernels down, a worker runs by itself and waits are given longer:
+Under NVIDIA's checker (racecheck or memcheck), which slows kernels down, a worker runs alone and may wait longer:
 
     compute-sanitizer --tool racecheck python scripts/check_fused.py --worker --stages simple --wait-seconds 60 \\
         --out progress.jsonl

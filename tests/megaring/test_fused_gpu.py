@@ -190,7 +190,8 @@ def on_two(rank, world_size, cases, heads, head_dim, dtype, replays):
     torch.cuda.synchronize()
     if replays:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # Other threads (NCCL's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             out, lse = run(q, k, v, held, backend="fused")
         for _ in range(replays):
             out.fill_(float("nan"))

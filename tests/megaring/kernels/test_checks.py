@@ -16,6 +16,7 @@ from megaring.kernels.checks import mixes
 from megaring.kernels.checks.bank import Bank, Judgement, Kind, attention_fp64, inputs, judge, query_numbers, squares
 from megaring.kernels.checks.forward import Case
 from megaring.kernels.checks.mixes import LENGTHS, MIXES, mix, outcome, run_mix, summary
+from megaring.kernels.specialisations import every_specialisation, forward
 
 KIND = Kind(head_dim=8, dtype=torch.float16)
 CASES = [
@@ -179,6 +180,12 @@ def test_rows_tell_a_peer_that_never_came(kernel, capsys):
     kernel.spoil = stop
     row = mixes.row_of(CASES[0], Bank("cpu"))
     assert not row["passed"] and row["detail"] == "rank 0 waited" and "FAIL" in capsys.readouterr().out
+
+
+def test_the_variant_with_delays_is_another_kernel_and_not_one_to_ship():
+    plain, delayed = (forward(64, bfloat16=False, causal=True, delays=delays) for delays in (False, True))
+    assert delayed.defines == (*plain.defines, ("MEGARING_DELAYS", 1)) and "delays=1" in delayed.label
+    assert plain in every_specialisation() and delayed not in every_specialisation()
 
 
 @pytest.fixture(scope="module")
