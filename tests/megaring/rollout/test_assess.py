@@ -94,6 +94,18 @@ def test_the_way_is_worked_out_where_it_may_be_taken():
     assert all(each.misfit for each in candidates(replace(slow, memory=0), TP, histories, rows).values())
 
 
+def test_a_full_layout_is_left_though_it_is_the_cheapest():
+    histories = [History(i, owner, 64 * 8) for i, owner in enumerate([0, 0, 0, 0, 1, 1, 2, 3])]
+    later = PageTable.from_histories([replace(each, length=each.length + 1) for each in histories], 4)
+    rates = replace(RATES, link_bandwidth=1e9, collective_latency=1e-7)
+    tight = Group(V2_LITE, 4, max(rank_bytes(V2_LITE, DP, later)) - 1, 0, rates)
+    found = candidates(tight, DP, histories, [1] * 8)
+    assert min(found, key=lambda name: found[name].seconds) == "DP"
+    assert [name for name in found if found[name].misfit] == ["DP"]
+    assert found["CP"].exposed > 0  # worked out, as any way out may be taken
+    assert Scheduler(DP).decide(found).reason.startswith("DP no longer fits: rank 0")
+
+
 @pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])
 def test_a_draining_rollout_is_served_no_slower_than_in_the_best_fixed_layout(model):
     shape = replace(SHAPES[model], weight_bytes=1, kv_bytes=1)

@@ -47,6 +47,8 @@ def test_the_recipe_of_qwen3_is_the_built_in_shape():
     assert shape.projection_bytes == built_in.projection_bytes
     assert shape.token_bytes == built_in.token_bytes
     assert common_bytes(shape, 4) == common_bytes(built_in, 4)
+    tiny = read_recipe(RECIPES[0].parent / "tiny_cpu.yaml")  # trained in fp32
+    assert (tiny.weight_bytes, tiny.kv_bytes) == (4, 4)
 
 
 def test_mla_recipes(tmp_path):

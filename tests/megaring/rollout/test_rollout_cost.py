@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rollout_shapes import NO_ORACLE, ORACLE, QWEN3, V2_LITE, V3, balanced
 
+from megaring.rollout.blocks import History, PageTable
 from megaring.rollout.calibration import Constants
 from megaring.rollout.cost import (
     Batch,
@@ -138,6 +139,9 @@ def test_exchange_counted_by_hand():
     assert received["CP"] == layers * partials + received["DP"]
     latency = {name: step_stages(QWEN3, layout, 4, batch, UNIT).latency for name, layout in LAYOUTS.items()}
     assert latency == {"TP": layers, "DP": layers, "CP": 2 * layers, "DOP": 3 * layers}
+    chunk = step_stages(QWEN3, CP, 4, Batch(np.array([0]), np.array([64]), np.array([8])), UNIT)
+    assert chunk.latency == 3 * layers  # its queries are gathered first
+    assert chunk.exchange == received["CP"] + layers * 6 * 32 * 128 * 2
     alone = step_stages(QWEN3, DOP, 1, Batch.equal(8, 1024, 1, 1), UNIT)
     assert (alone.exchange, alone.latency) == (0, 0)
 
@@ -178,6 +182,14 @@ def test_transfers_take_the_busiest_ranks_bytes():
     expected = 0.75 * (V2_LITE.layer_projection_bytes + live / 4) / 1e9 + 2e-5
     assert transfer_seconds(manifest, bandwidth) == pytest.approx(expected)
     assert transfer_seconds(make_manifest(V2_LITE, DP, DOP, balanced(4, 4, 3)), bandwidth) == 0
+
+
+def test_the_busiest_rank_may_be_a_sender():
+    table = PageTable.from_histories([History(0, 0, 64 * 8)], 4)
+    manifest = make_manifest(V2_LITE, DOP, TP, table)  # one owner sends everything to three others
+    bandwidth = replace(UNIT, link_bandwidth=1e9, collective_latency=0.5)
+    live = 64 * 8 * V2_LITE.layer_token_bytes
+    assert transfer_seconds(manifest, bandwidth) == pytest.approx(3 * live / 1e9 + 0.5)
 
 
 def test_experts_visited_and_read():

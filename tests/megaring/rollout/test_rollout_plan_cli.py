@@ -56,7 +56,11 @@ def test_figures(capsys):
     assert moves["DOP", "TP"]["received_kv_bytes_per_rank_and_layer"] == 0.75 * live
     assert moves["DP", "CP"]["total_bytes"] == shape.layers * 0.75 * live
     assert moves["DP", "DOP"]["total_bytes"] == moves["DP", "DOP"]["blocking_seconds"] == 0
-    for each in moves.values():
+    seconds = {name: each["step_seconds"] for name, each in found["layouts"].items()}
+    for (source, destination), each in moves.items():
+        gained = seconds[source] - seconds[destination]
+        expected = pytest.approx(each["exposed_seconds"] / gained) if gained > 0 else None
+        assert each["repaid_after_steps"] == expected
         assert each["blocking_seconds"] == pytest.approx(shape.layers * each["layer_transfer_seconds"])
         assert each["exposed_seconds"] <= each["blocking_seconds"]
 

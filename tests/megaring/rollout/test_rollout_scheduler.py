@@ -82,7 +82,8 @@ def candidates(tp=1.0, dp=1.0, **changes):
 
 def test_ties_stay():
     scheduler = Scheduler(DP, FREE)
-    assert scheduler.decide(candidates()).action == "stay"
+    decision = scheduler.decide(candidates())
+    assert (decision.action, decision.reason) == ("stay", "the cheapest that fits")
     assert scheduler.layout is DP
     assert Scheduler(TP, Policy(margin=0.25)).decide(candidates(tp=1.0, dp=0.75)).action == "stay"
     assert Scheduler(TP, Policy(margin=0.25)).decide(candidates(tp=1.0, dp=0.7499)).action == "switch"
