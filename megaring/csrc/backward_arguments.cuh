@@ -22,6 +22,19 @@ struct KeyTask {
 };
 static_assert(sizeof(KeyTask) == 32, "read as two 16-byte words");
 
+// One entry of a rank's queue. Query tiles are prepared and converted by chunks of kChunkTiles, in numerical order.
+struct Item {
+  i32 kind;   // one of kDifferentiate, kPrepare, kConvert
+  i32 index;  // of the key task, or of the query chunk
+  i32 group;  // of query heads
+  i32 tasks;  // to convert: key tasks whose dQ the chunk receives
+};
+static_assert(sizeof(Item) == 16, "read as one 16-byte word");
+constexpr i32 kDifferentiate = 0;
+constexpr i32 kPrepare = 1;
+constexpr i32 kConvert = 2;
+constexpr i32 kChunkTiles = 16;
+
 // Up to 64 packed query rows of one chunk.
 struct QueryTile {
   i32 row;
@@ -48,18 +61,21 @@ struct BackwardRank {
   i64 output_gradient_stride;
   i64 output_gradient_head_stride;
   const int4* key_tasks;
-  const i32* order;  // of the tasks: key task * groups of query heads + group
+  const int4* items;  // of the queue
   const int2* query_tiles;
   const int4* owned;
+  u32* counters;          // [2 (prepared, differentiated), query chunks * groups of heads]; 0 between calls
   float* statistics;      // [2 (LSE * log2(e), delta), query heads, query tiles * 64]
-  float* query_sums;      // fp32 dQ, [query tiles, query heads, 64 * head dim] as the tensor cores hold it; 0 between calls
+  float* query_sums;      // fp32 dQ, [query heads, query tiles, 64 * head dim] as the tensor cores hold it; 0 between calls
   u16* query_gradient;    // [rows, query heads, head dim]
   u16* key_gradient;      // [rows, kv heads, head dim]
   u16* value_gradient;
   i32 num_key_tasks;
   i32 num_query_tiles;
   i32 num_owned;
-  i32 unused[15];
+  i32 num_items;
+  i32 num_counters;  // query chunks * groups of heads
+  i32 unused[11];
 };
 static_assert(sizeof(BackwardRank) == 448, "mirrored by the host");
 

@@ -5,16 +5,45 @@
 // both warpgroups need all of it: each makes one half of the columns of dQ += dS K, and adds it in fp32 to memory.
 #pragma once
 
-#include "backward_layout.cuh"
+#include "backward_phases.cuh"
 #include "fragments.cuh"
 #include "signal.cuh"
 #include "softmax.cuh"
+#include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace megaring {
 
-constexpr u32 kScoreBarrier = 1;      // both consumers have written their dS^T
-constexpr u32 kWarpgroupBarrier = 3;  // 3 and 4: within one warpgroup
+
+// Warps 2 and 3 of the producer: each adds to memory what one consumer warpgroup stages, so that no consumer waits for
+// the copy engine, which leaves its load and store unit free: additions from registers would block it.
+__device__ __forceinline__ void add_staged(Shared shared) {
+  const u32 group = threadIdx.x / kWarp - 2;
+  const u32 staging = shared.staging(group);
+  const bool leader = elect_one();
+#pragma unroll 1
+  while (true) {
+    named_barrier_arrive(kStagingEmptyBarrier + group, kWarpgroup + kWarp);
+    named_barrier_sync(kStagingFullBarrier + group, kWarpgroup + kWarp);
+    const Staged staged = shared.mailbox().staged[group];
+    if (staged.sums == nullptr) return;
+    if (leader) {
+      bulk_add(staged.sums, staging, kStagingBytes / kConsumers);
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+    if (staged.num_counters == 0) continue;
+    if (leader) {
+      bulk_wait_written();
+      __threadfence();
+    }
+    __syncwarp();
+    for (i32 i = threadIdx.x % kWarp; i < staged.num_counters; i += kWarp) {
+      counter_add_acq_rel(staged.counters + i * staged.stride, 1);
+    }
+    __syncwarp();
+  }
+}
 
 class Differentiator {
  public:
@@ -24,11 +53,30 @@ class Differentiator {
 
   __device__ __forceinline__ void run() {
     u32 block = 0;  // query tiles consumed so far, over all tasks
+#pragma unroll 1
     for (u32 turn = 0;; ++turn) {
       wait(&mailbox().keys_full, turn);
-      if (mailbox().task.query_count == 0) break;
-      differentiate(block);
+      const i32 kind = mailbox().task.kind;
+      if (kind == kEnd) break;
+      if (kind == kDifferentiate) {
+        differentiate(block);
+        continue;
+      }
+      const i32 chunk = mailbox().task.chunk;
+      const i32 heads = mailbox().task.group;
+      release(&mailbox().keys_empty);
+      if (kind == kConvert) {
+        convert_queries(arguments_, more_, chunk, heads);
+        continue;
+      }
+      prepare(arguments_, rank_, more_, chunk, heads);
+      fence_proxy_async();
+      named_barrier_sync(kWarpgroupBarrier + group(), kWarpgroup);
+      if (thread() == 0) counter_add_acq_rel(more_.counters + chunk * groups() + heads, 1);
     }
+    named_barrier_sync(kStagingEmptyBarrier + group(), kWarpgroup + kWarp);
+    if (thread() == 0) mailbox().staged[group()].sums = nullptr;
+    named_barrier_arrive(kStagingFullBarrier + group(), kWarpgroup + kWarp);
   }
 
  private:
@@ -43,6 +91,7 @@ class Differentiator {
   static __device__ __forceinline__ u32 column() { return lane() % 4 * 2; }
 
   __device__ __forceinline__ Mailbox& mailbox() const { return shared_.mailbox(); }
+  __device__ __forceinline__ i32 groups() const { return arguments_.base.query_heads / arguments_.heads_per_task; }
 
   __device__ __forceinline__ void wait(u64* barrier, u32 round) const {
     mbarrier_wait(shared_address(barrier), round % 2, pipeline_limit(arguments_.base));
@@ -66,9 +115,8 @@ class Differentiator {
       clear_rows(shared_.value(), kKeyHalfBytes, key_tokens, kTileRows);
     }
     constexpr i64 kPart = kQueryRows * kHeadDim;  // sums of one query tile and head
-    const i64 across = arguments_.base.query_heads * kPart;
-    float* query_sums = more_.query_sums + thread() * 4 + group() * (kPart / 2) + slot.query_begin * across +
-                        slot.first_head * kPart;
+    float* query_sums = more_.query_sums + group() * (kPart / 2) +
+                        (static_cast<i64>(slot.first_head) * more_.num_query_tiles + slot.query_begin) * kPart;
     const i32 diagonal_tiles = kCausal && slot.diagonal ? 2 : 0;
     const u32 end = block + count * arguments_.heads_per_task;
     i32 tile = 0;
@@ -77,40 +125,36 @@ class Differentiator {
     float query_part[kQueryRegisters];
     u32 packed[16];
     u32 packed_slopes[16];
+    await_queries(block);
     start_scores(block, scores);
     start_slopes(block, slopes);
     finish_scores(block, key_tokens, diagonal_tiles ? 0 : 128, scores, slopes, packed, packed_slopes);
 #pragma unroll 1
     for (; block + 1 < end; ++block) {
       start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
-      add_queries(block, value_sums, query_part, query_sums);
-#if MEGARING_EXPERIMENT & 2
-      wgmma_wait<0>(key_sums);
-      release(&mailbox().query_empty[block % kStages]);
-      start_scores(block + 1, scores);
-      start_slopes(block + 1, slopes);
-#elif MEGARING_EXPERIMENT & 8
+      wgmma_wait<2>(value_sums);
+      release(&mailbox().gradient_empty[block % kStages]);
+      wgmma_wait<1>(query_part);
+      stage(query_part, query_sums, false);
+      await_queries(block + 1);
       start_scores(block + 1, scores);
       wgmma_wait<1>(key_sums);
       release(&mailbox().query_empty[block % kStages]);
       start_slopes(block + 1, slopes);
-#else
-      start_scores(block + 1, scores);
-      start_slopes(block + 1, slopes);
-      wgmma_wait<2>(key_sums);
-      release(&mailbox().query_empty[block % kStages]);
-#endif
       ++tile;
-      query_sums += across;
+      query_sums += kPart;
       if (tile == count) {
         tile = 0;
-        query_sums += kPart - count * across;
+        query_sums += (more_.num_query_tiles - count) * kPart;
       }
       finish_scores(block + 1, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, scores, slopes, packed,
                     packed_slopes);
     }
     start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
-    add_queries(block, value_sums, query_part, query_sums);
+    wgmma_wait<2>(value_sums);
+    release(&mailbox().gradient_empty[block % kStages]);
+    wgmma_wait<1>(query_part);
+    stage(query_part, query_sums, true);
     wgmma_wait<0>(key_sums);
     release(&mailbox().query_empty[block % kStages]);
     ++block;
@@ -119,25 +163,29 @@ class Differentiator {
     store(task, key_sums, value_sums);
   }
 
-  // Starts S^T of a query tile.
-  __device__ __forceinline__ void start_scores(u32 block, float (&scores)[32]) const {
+  // Waits for a query tile and its output gradient.
+  __device__ __forceinline__ void await_queries(u32 block) const {
     const u32 stage = block % kStages;
     wait(&mailbox().query_full[stage], block / kStages);
+    wait(&mailbox().gradient_full[stage], block / kStages);
     const i32 rows = mailbox().rows[stage];
-    if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.query(stage), kQueryHalfBytes, rows, kQueryRows);
+    if (rows < static_cast<i32>(kQueryRows)) {
+      clear_rows(shared_.query(stage), kQueryHalfBytes, rows, kQueryRows);
+      clear_rows(shared_.gradient(stage), kQueryHalfBytes, rows, kQueryRows);
+    }
+  }
+
+  // Starts S^T of a query tile that is there.
+  __device__ __forceinline__ void start_scores(u32 block, float (&scores)[32]) const {
     wgmma_fence();
-    multiply_transposed(scores, shared_.key(), shared_.query(stage));
+    multiply_transposed(scores, shared_.key(), shared_.query(block % kStages));
     wgmma_commit();
   }
 
-  // Starts dP^T of a query tile whose S^T has been started.
+  // Starts dP^T of a query tile that is there.
   __device__ __forceinline__ void start_slopes(u32 block, float (&slopes)[32]) const {
-    const u32 stage = block % kStages;
-    wait(&mailbox().gradient_full[stage], block / kStages);
-    const i32 rows = mailbox().rows[stage];
-    if (rows < static_cast<i32>(kQueryRows)) clear_rows(shared_.gradient(stage), kQueryHalfBytes, rows, kQueryRows);
     wgmma_fence();
-    multiply_transposed(slopes, shared_.value(), shared_.gradient(stage));
+    multiply_transposed(slopes, shared_.value(), shared_.gradient(block % kStages));
     wgmma_commit();
   }
 
@@ -188,18 +236,31 @@ class Differentiator {
     wgmma_commit();
   }
 
-  // Waits for dV and dQ, and adds the latter to memory.
-  __device__ __forceinline__ void add_queries(u32 block, float (&value_sums)[kSumRegisters],
-                                              float (&query_part)[kQueryRegisters], float* query_sums) const {
-    wgmma_wait<2>(value_sums);
-    release(&mailbox().gradient_empty[block % kStages]);
-    wgmma_wait<1>(query_part);
-#if !(MEGARING_EXPERIMENT & 1)
+  // Hands this warpgroup's half of a query tile's dQ over to be added to memory. After the `last` tile of a task its
+  // query chunks are told.
+  __device__ __forceinline__ void stage(const float (&query_part)[kQueryRegisters], float* query_sums, bool last) const {
+    named_barrier_sync(kStagingEmptyBarrier + group(), kWarpgroup + kWarp);
+    const u32 staging = shared_.staging(group()) + thread() * 16;
 #pragma unroll
     for (u32 j = 0; j < kQueryRegisters / 4; ++j) {
-      sum_add(query_sums + j * 4 * kWarpgroup, query_part + 4 * j);
+      store_shared(staging + j * kWarpgroup * 16,
+                   uint4{__float_as_uint(query_part[4 * j]), __float_as_uint(query_part[4 * j + 1]),
+                         __float_as_uint(query_part[4 * j + 2]), __float_as_uint(query_part[4 * j + 3])});
     }
-#endif
+    if (thread() == 0) {
+      Staged& staged = mailbox().staged[group()];
+      staged.sums = query_sums;
+      staged.num_counters = 0;
+      if (last) {
+        const KeySlot& slot = mailbox().task;
+        const i32 chunk = slot.query_begin / kChunkTiles;
+        staged.num_counters = (slot.query_begin + slot.query_count - 1) / kChunkTiles - chunk + 1;
+        staged.stride = groups();
+        staged.counters = more_.counters + more_.num_counters + chunk * groups() + slot.group;
+      }
+    }
+    fence_proxy_async_shared();
+    named_barrier_arrive(kStagingFullBarrier + group(), kWarpgroup + kWarp);
   }
 
   // result[64 keys, 64 queries] = A[64 of 128 keys, head dim] x B[64 queries, head dim]^T.

@@ -17,42 +17,63 @@ class Loader {
 
   __device__ __forceinline__ void run() {
     Mailbox& mailbox = shared_.mailbox();
-    const Arguments& base = arguments_.base;
-    const u32 num_tasks = more_.num_key_tasks * static_cast<u32>(base.query_heads / arguments_.heads_per_task);
-    mbarrier_wait(shared_address(&mailbox.ready), 0, pipeline_limit(base));
-    fence_proxy_async();  // the statistics were written by ordinary stores and are read by the copy engine
 #pragma unroll 1
     for (u32 turn = 0;; ++turn) {
-      const u32 task = counter_add_relaxed(&rank_.control->next_task, 1);
-      mbarrier_wait(shared_address(&mailbox.keys_empty), turn % 2 ^ 1, pipeline_limit(base));
-      if (task >= num_tasks || stopped_) {
-        mailbox.task.query_count = 0;
+      const u32 next = counter_add_relaxed(&rank_.control->next_task, 1);
+      mbarrier_wait(shared_address(&mailbox.keys_empty), turn % 2 ^ 1, pipeline_limit(arguments_.base));
+      if (next >= static_cast<u32>(more_.num_items) || stopped_) {
+        mailbox.task.kind = kEnd;
         mbarrier_arrive(shared_address(&mailbox.keys_full));
         return;
       }
-      feed(task);
+      const int4 item = __ldg(more_.items + next);  // kind, index, group, tasks
+      if (item.x == kDifferentiate) {
+        feed(item.y, item.z);
+        continue;
+      }
+      if (item.x == kConvert) await_count(more_.num_counters + counter_of(item.y, item.z), kConsumers * item.w);
+      mailbox.task.kind = item.x;
+      mailbox.task.chunk = item.y;
+      mailbox.task.group = item.z;
+      mbarrier_arrive(shared_address(&mailbox.keys_full));
     }
   }
 
  private:
-  __device__ __forceinline__ void feed(u32 task) {
+  __device__ __forceinline__ i32 counter_of(i32 chunk, i32 group) const {
+    return chunk * (arguments_.base.query_heads / arguments_.heads_per_task) + group;
+  }
+
+  // Other CTAs of this rank raise these counters, by items that come earlier in the queue.
+  __device__ __forceinline__ void await_count(i32 counter, u32 expected) const {
+    const u64 start = nanoseconds();
+    while (counter_load_acquire(more_.counters + counter) < expected) {
+      if (nanoseconds() - start > pipeline_limit(arguments_.base)) fault();
+    }
+  }
+
+  __device__ __forceinline__ void feed(i32 task, i32 group) {
     const Arguments& base = arguments_.base;
-    const u32 groups = base.query_heads / arguments_.heads_per_task;
-    const u32 place = __ldg(more_.order + task);
-    const u32 first_head = place % groups * arguments_.heads_per_task;
+    const u32 first_head = group * arguments_.heads_per_task;
     const i32 kv_head = first_head / (base.query_heads / base.kv_heads);
-    const int4* entry = more_.key_tasks + 2 * (place / groups);
+    const int4* entry = more_.key_tasks + 2 * task;
     const int4 keys = __ldg(entry);         // key_row, key_tokens, owner, remote
     const int4 queries = __ldg(entry + 1);  // query_begin, query_end, diagonal, slot
 
     Mailbox& mailbox = shared_.mailbox();
-    mailbox.task = KeySlot{keys.x,    keys.y,    keys.z, queries.w, queries.x, queries.y - queries.x,
-                           static_cast<i32>(first_head), kv_head, queries.z};
+    mailbox.task = KeySlot{kDifferentiate, 0, group, keys.x, keys.y, keys.z, queries.w, queries.x,
+                           queries.y - queries.x, static_cast<i32>(first_head), kv_head, queries.z};
     load_keys(keys, kv_head);
 #pragma unroll 1
     for (i32 head = first_head; head < static_cast<i32>(first_head) + arguments_.heads_per_task; ++head) {
 #pragma unroll 1
-      for (i32 tile = queries.x; tile < queries.y; ++tile) load_queries(tile, head);
+      for (i32 tile = queries.x; tile < queries.y; ++tile) {
+        if (head == static_cast<i32>(first_head) && (tile == queries.x || tile % kChunkTiles == 0)) {
+          await_count(counter_of(tile / kChunkTiles, group), kConsumers);
+          fence_proxy_async();  // statistics come by ordinary stores and leave by the copy engine
+        }
+        load_queries(tile, head);
+      }
     }
   }
 
@@ -97,7 +118,7 @@ class Loader {
     const float* statistics =
         more_.statistics + (static_cast<i64>(head) * more_.num_query_tiles + tile) * kQueryRows;
     const i64 deltas = static_cast<i64>(arguments_.base.query_heads) * more_.num_query_tiles * kQueryRows;
-    const u64 policy = l2_evict_last();
+    const u64 policy = l2_evict_normal();
 
     mbarrier_wait(shared_address(&mailbox.query_empty[stage]), parity, pipeline_limit(arguments_.base));
     mailbox.rows[stage] = place.y;

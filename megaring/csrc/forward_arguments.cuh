@@ -21,9 +21,7 @@ struct Control {
   u32 next_task;
   u32 ctas_out;
   u64 stop;
-  u32 arrivals;  // of CTAs at the barriers inside one backward call; 0 between calls
-  u32 unused_word;
-  u64 unused[12];
+  u64 unused[13];
   u64 done[kDomainRanks];
 };
 static_assert(sizeof(Control) == 256, "the host lays the arena out from these sizes");

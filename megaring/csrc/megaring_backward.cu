@@ -2,10 +2,11 @@
 // gradient and its log-sum-exp.
 //
 // A CTA is three warpgroups. The first one loads (warp 0), sends keys and values to other ranks as the forward does
-// (warp 1) and clears gradients of rows that belong to no sequence (warps 2 and 3); the other two first prepare
-// statistics of the query rows, then work off the tasks, 64 keys each, and at last convert the sums. A task is one tile
-// of keys and a group of query heads of its KV head: dK and dV stay in registers all along, dQ is added in fp32. Keys of
-// other ranks give dK and dV that are added in fp32 to sums in their owner's memory, which converts them when all are in.
+// (warp 1), and adds dQ to memory (warps 2 and 3); the other two work off the rank's queue. A task is one tile of keys
+// and a group of query heads of its KV head: dK and dV stay in registers all along, dQ is added in fp32. Chunks of query
+// tiles are prepared before the first task that reads them and converted after the last one that adds to them, in the
+// same queue, so that one CTA's memory traffic hides behind the products of others. Keys of other ranks give dK and dV
+// that are added in fp32 to sums in their owner's memory, which converts them when all are in.
 #include "backward_differentiate.cuh"
 #include "backward_load.cuh"
 #include "backward_phases.cuh"
@@ -15,7 +16,6 @@ namespace megaring {
 
 __device__ __forceinline__ void init_barriers(Mailbox& mailbox) {
   constexpr u32 kConsumerWarps = kConsumers * kWarpgroup / kWarp;
-  mbarrier_init(shared_address(&mailbox.ready), 1);
   mbarrier_init(shared_address(&mailbox.keys_full), 1);
   mbarrier_init(shared_address(&mailbox.keys_empty), kConsumerWarps);
   for (u32 stage = 0; stage < kStages; ++stage) {
@@ -56,6 +56,7 @@ __device__ __forceinline__ void leave(const Arguments& arguments, const RankArgu
   }
   __syncthreads();
   if (mailbox.stopped == kNotLast) return;
+  for (i32 i = threadIdx.x; i < 2 * more.num_counters; i += kThreads) more.counters[i] = 0;
   if (mailbox.stopped == kLastStopped) fill_rows(arguments, more, 0, rank.rows, 0x7FFF7FFF, threadIdx.x, kThreads);
   if (threadIdx.x != 0) return;
   const u64 epoch = control->epoch + 1;
@@ -70,7 +71,6 @@ __device__ __forceinline__ void leave(const Arguments& arguments, const RankArgu
   }
   control->next_task = 0;
   control->ctas_out = 0;
-  control->arrivals = 0;
   control->epoch = epoch;
 }
 
@@ -103,16 +103,12 @@ extern "C" __global__ void __launch_bounds__(megaring::kThreads, 1)
     } else {
       const i64 thread = cta * 2 * kWarp + threadIdx.x % (2 * kWarp);
       fill_rows(base, more, rank.tokens, rank.rows, 0, thread, base.ctas_per_rank * 2 * kWarp);
+      add_staged(shared);
     }
     __syncwarp();
   } else {
     raise_registers<kConsumerRegisters>();
-    prepare_statistics(arguments, rank, more, cta);
-    meet(arguments, rank, 1);
-    if (threadIdx.x == kWarpgroup) mbarrier_arrive(shared_address(&shared.mailbox().ready));
     Differentiator(arguments, rank, more, shared).run();
-    meet(arguments, rank, 2);
-    convert_queries(arguments, more, cta);
     convert_keys(arguments, rank, more, cta);
   }
   leave(base, rank, more, shared.mailbox());

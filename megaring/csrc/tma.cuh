@@ -16,6 +16,12 @@ __device__ __forceinline__ u64 l2_evict_first() {
   return policy;
 }
 
+__device__ __forceinline__ u64 l2_evict_normal() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ u64 l2_evict_last() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -53,6 +59,14 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
 
 __device__ __forceinline__ void bulk_store(void* destination, u32 source, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :
+               : "l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
+// Adds a run of floats in shared memory to one in global memory.
+__device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :
                : "l"(destination), "r"(source), "r"(bytes)
                : "memory");

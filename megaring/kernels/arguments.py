@@ -74,9 +74,10 @@ class BackwardRank(ctypes.Structure):
         ("output_gradient_stride", ctypes.c_int64),
         ("output_gradient_head_stride", ctypes.c_int64),
         ("key_tasks", ctypes.c_uint64),
-        ("order", ctypes.c_uint64),
+        ("items", ctypes.c_uint64),
         ("query_tiles", ctypes.c_uint64),
         ("owned", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
         ("statistics", ctypes.c_uint64),
         ("query_sums", ctypes.c_uint64),
         ("query_gradient", ctypes.c_uint64),
@@ -85,7 +86,9 @@ class BackwardRank(ctypes.Structure):
         ("num_key_tasks", ctypes.c_int32),
         ("num_query_tiles", ctypes.c_int32),
         ("num_owned", ctypes.c_int32),
-        ("unused", ctypes.c_int32 * 15),
+        ("num_items", ctypes.c_int32),
+        ("num_counters", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 11),
     )
 
 

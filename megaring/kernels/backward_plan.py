@@ -16,6 +16,8 @@ from buddyring.zigzag import chunk_bounds
 from megaring.kernels.forward_plan import TILE, ForwardPlan, arena_places, plan_forward, remote_chunks
 
 QUERY_TILE = 64
+ENDED_MARGIN = 1.2  # a task is taken to have ended after this many times its share of the workers' time
+CHUNK_TILES = 16  # query tiles that are prepared and converted at once; as in csrc/backward_arguments.cuh
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +106,7 @@ def plan_backward(shards: Shards, *, causal: bool = True, sum_all: bool = False)
 
 
 def task_order(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
-    """The order in which ``workers`` CTAs take tasks: ``[n * groups]`` int32, key task * groups + group of query heads.
+    """The order of the tasks: ``[n * groups]`` int64, key task * groups + group of query heads.
 
     A sequence's tasks of one group of heads follow each other, since they read the same queries and add to the same dQ:
     that keeps both in L2. The longest sequences come first, and of one block the tasks with most query tiles. The last
@@ -113,7 +115,7 @@ def task_order(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
     """
     tiles = (plan.key_tasks[:, 5] - plan.key_tasks[:, 4]).astype(np.int64)
     if not len(tiles):
-        return np.empty(0, dtype=np.int32)
+        return np.empty(0, dtype=np.int64)
     longest = np.zeros(int(plan.held.max()) + 1, dtype=np.int64)
     np.maximum.at(longest, plan.held, tiles)
     task, group = (each.ravel() for each in np.divmod(np.arange(len(tiles) * groups), groups))
@@ -122,7 +124,45 @@ def task_order(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
     last = int(np.searchsorted(-work, -int(tiles.max()) * workers))
     tail = order[last:]
     order[last:] = tail[np.argsort(-tiles[task[tail]], kind="stable")]
-    return (task * groups + group)[order].astype(np.int32)
+    return order
+
+
+def queue_items(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
+    """The queue of ``workers`` CTAs: ``[m, 4]`` int32: kind, key task or query chunk, group of query heads, tasks.
+
+    Kind 0 is a task, in ``task_order``. Chunks of ``CHUNK_TILES`` query tiles are prepared (1) about one task of each
+    worker before the first task that reads them, and converted (2) when the ``tasks`` that add to them should have
+    ended. Whoever waits for items waits for earlier ones only.
+    """
+    order = task_order(plan, groups, workers)
+    chunks = -(-len(plan.query_tiles) // CHUNK_TILES)
+    task, group = np.divmod(order, groups)
+    begin, end = (plan.key_tasks[:, 4] // CHUNK_TILES, -(-plan.key_tasks[:, 5] // CHUNK_TILES))
+    first = np.full((chunks, groups), len(order), dtype=np.int64)
+    last = np.full((chunks, groups), -1, dtype=np.int64)
+    tasks = np.zeros((chunks, groups), dtype=np.int64)
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    by_task = position.reshape(-1, groups)
+    units = (plan.key_tasks[:, 5] - plan.key_tasks[:, 4]).astype(np.int64)[task]
+    work = np.cumsum(units)
+    ended = np.empty_like(position)  # the queue's position when a task should have ended, all workers being busy
+    ended[order] = np.searchsorted(work, work + units * workers * ENDED_MARGIN, side="right")
+    ended_by_task = ended.reshape(-1, groups)
+    for chunk in range(chunks):
+        touching = (begin <= chunk) & (end > chunk)
+        first[chunk], last[chunk] = by_task[touching].min(axis=0), ended_by_task[touching].max(axis=0)
+        tasks[chunk] = np.count_nonzero(touching)
+    which, heads = (each.ravel() for each in np.divmod(np.arange(chunks * groups), groups))
+    items = np.concatenate(
+        [
+            np.column_stack([np.zeros_like(task), task, group, np.zeros_like(task)]),
+            np.column_stack([np.ones_like(which), which, heads, np.zeros_like(which)]),
+            np.column_stack([np.full_like(which, 2), which, heads, tasks.ravel()]),
+        ]
+    )
+    when = np.concatenate([2 * np.arange(len(order)), 2 * (first.ravel() - workers) - 1, 2 * last.ravel() + 1])
+    return items[np.argsort(when, kind="stable")].astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megaring.errors import UserError
 from megaring.kernels import specialisations
 from megaring.kernels.arena import LocalDomain
 from megaring.kernels.arguments import BackwardArguments, TensorMap
-from megaring.kernels.backward_plan import QUERY_TILE, BackwardPlan, task_order
+from megaring.kernels.backward_plan import CHUNK_TILES, QUERY_TILE, BackwardPlan, queue_items
 from megaring.kernels.driver import load, multiprocessors, tensor_map
 from megaring.kernels.megaring_forward import DevicePlan, RankCall, check_calls, pack, to_device
 
@@ -26,33 +26,36 @@ class DeviceBackwardPlan:
     key_tasks: torch.Tensor
     query_tiles: torch.Tensor
     owned: torch.Tensor
-    _orders: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False)
+    _queues: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def order(self, groups: int, workers: int) -> torch.Tensor:
-        """``task_order`` on the device, made at its first use."""
+    def queue(self, groups: int, workers: int) -> torch.Tensor:
+        """``queue_items`` on the device, made at its first use."""
         key = (groups, workers)
-        if key not in self._orders:
-            self._orders[key] = torch.from_numpy(task_order(self.plan, *key)).to(self.key_tasks.device)
-        return self._orders[key]
+        if key not in self._queues:
+            self._queues[key] = torch.from_numpy(queue_items(self.plan, *key)).to(self.key_tasks.device)
+        return self._queues[key]
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """What a backward call of one rank needs besides; calls on one stream can share it, whatever their placements.
 
-    statistics: ``[2, Hq, query tiles * 64]`` float32. query_sums: ``[query tiles, Hq, 64 * D]`` float32, zero between
-    calls. After a call that had to stop it is no longer zero and has to be made anew, as the arena has to.
+    statistics: ``[2, Hq, query tiles * 64]`` float32. query_sums: ``[Hq, query tiles, 64 * D]`` float32, zero between
+    calls. counters: ``[2, query chunks, Hq]`` int32, likewise. After a call that had to stop they are no longer zero
+    and have to be made anew, as the arena has to.
     """
 
     statistics: torch.Tensor
     query_sums: torch.Tensor
+    counters: torch.Tensor
 
     @classmethod
     def make(cls, query_tiles: int, query_heads: int, head_dim: int, device: torch.device) -> Workspace:
         """One for calls of up to ``query_tiles`` query tiles."""
         statistics = torch.empty(2 * query_heads * query_tiles * QUERY_TILE, dtype=torch.float32, device=device)
         sums = torch.zeros(query_tiles * query_heads * QUERY_TILE * head_dim, dtype=torch.float32, device=device)
-        return cls(statistics, sums)
+        counters = torch.zeros(2 * -(-query_tiles // CHUNK_TILES) * query_heads, dtype=torch.int32, device=device)
+        return cls(statistics, sums, counters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +89,6 @@ def megaring_backward(
     heads_per_task: int | None = None,
     timeout_s: float = 60.0,
     reserved_sms: int = 0,
-    stages: int = 2,
-    experiment: int = 0,
     folder: Path | None = None,
 ) -> None:
     """Differentiate for the ranks in ``calls``, in one launch on the current stream; fills dq, dk and dv of each.
@@ -110,8 +111,6 @@ def megaring_backward(
             head_dim,
             bfloat16=first.q.dtype == torch.bfloat16,
             causal=first.plan.plan.causal,
-            stages=stages,
-            experiment=experiment,
         ),
         device,
         folder,
@@ -130,25 +129,28 @@ def megaring_backward(
     arguments.heads_per_task = heads_per_task
     arguments.softmax_scale = softmax_scale
     for slot, call in enumerate(calls):
-        _pack(arguments.ranks[slot], call, call.plan.order(query_heads // heads_per_task, ctas_per_rank))
+        _pack(arguments.ranks[slot], call, query_heads // heads_per_task, ctas_per_rank)
     kernel.launch(ctas_per_rank * len(calls), specialisations.FORWARD_THREADS, [arguments])
 
 
-def _pack(target, call: BackwardCall, order: torch.Tensor) -> None:
+def _pack(target, call: BackwardCall, groups: int, workers: int) -> None:
     plan, workspace = call.plan, call.workspace
+    queue = plan.queue(groups, workers)
     if plan.plan.forward.tokens:
         target.query = TensorMap.from_buffer_copy(tensor_map(call.forward.q, QUERY_TILE))
         target.output_gradient = TensorMap.from_buffer_copy(tensor_map(call.output_gradient, QUERY_TILE))
     target.output_rows, target.output_gradient_rows = call.forward.out.data_ptr(), call.output_gradient.data_ptr()
     target.output_stride, target.output_head_stride, _ = call.forward.out.stride()
     target.output_gradient_stride, target.output_gradient_head_stride, _ = call.output_gradient.stride()
-    target.key_tasks, target.order = plan.key_tasks.data_ptr(), order.data_ptr()
+    target.key_tasks, target.items = plan.key_tasks.data_ptr(), queue.data_ptr()
     target.query_tiles, target.owned = plan.query_tiles.data_ptr(), plan.owned.data_ptr()
     target.statistics, target.query_sums = workspace.statistics.data_ptr(), workspace.query_sums.data_ptr()
     target.query_gradient, target.key_gradient = call.dq.data_ptr(), call.dk.data_ptr()
     target.value_gradient = call.dv.data_ptr()
     target.num_key_tasks, target.num_query_tiles = len(plan.plan.key_tasks), len(plan.plan.query_tiles)
-    target.num_owned = len(plan.plan.owned)
+    target.num_owned, target.num_items = len(plan.plan.owned), len(queue)
+    target.num_counters = -(-len(plan.plan.query_tiles) // CHUNK_TILES) * groups
+    target.counters = workspace.counters.data_ptr()
 
 
 def _check(domain: LocalDomain, call: BackwardCall, heads_per_task: int, ratio: int) -> None:

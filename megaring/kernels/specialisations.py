@@ -50,11 +50,12 @@ def forward(
     )
 
 
-def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2, experiment: int = 0) -> Specialisation:
-    """The backward kernel for a head dimension of 64 or 128. stages: query tiles in shared memory at once."""
+def backward(head_dim: int, *, bfloat16: bool, causal: bool) -> Specialisation:
+    """The backward kernel for a head dimension of 64 or 128."""
     if head_dim not in (64, 128):
         raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
     keys, queries, scores, statistics = 2 * 128 * head_dim * 2, 2 * 64 * head_dim * 2, 2 * 128 * 64 * 2, 2 * 64 * 4
+    sums = 64 * head_dim * 4
     return Specialisation(
         source="megaring_backward.cu",
         function="megaring_backward",
@@ -62,11 +63,9 @@ def backward(head_dim: int, *, bfloat16: bool, causal: bool, stages: int = 2, ex
             ("MEGARING_HEAD_DIM", head_dim),
             ("MEGARING_BFLOAT16", int(bfloat16)),
             ("MEGARING_CAUSAL", int(causal)),
-            ("MEGARING_STAGES", stages),
-            ("MEGARING_EXPERIMENT", experiment),
         ),
         registers=FORWARD_REGISTERS,
-        shared_bytes=keys + stages * (queries + statistics) + scores + 2 * 16384 + 512,
+        shared_bytes=keys + 2 * (queries + statistics) + scores + sums + 2 * 16384 + 512,
     )
 
 
