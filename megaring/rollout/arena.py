@@ -83,6 +83,14 @@ class Arena:
         device = rows.device
         rows[torch.from_numpy(destination).to(device)] = rows[torch.from_numpy(source).to(device)]
 
+    def give_up(self) -> None:
+        """Return the memory to the allocator. Views stay, but must not be used until ``take_back``."""
+        self.bytes.untyped_storage().resize_(0)
+
+    def take_back(self) -> None:
+        """Have the memory again, with undefined content; nothing is read before it is written."""
+        self.bytes.untyped_storage().resize_(self.units * self.unit_bytes)
+
     def view(self, first_byte: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies at ``first_byte``, a multiple of its element size."""
         count = int(np.prod(shape)) * dtype.itemsize

@@ -12,6 +12,8 @@ from megaring.rollout.step import ALL, BLOCKING, LAST, LAYER_AHEAD, NO_LOGITS, P
 
 def check_plan(plan: StepPlan, ledger: Ledger, layout: Layout, weight_version: int | None, vocab_size: int) -> None:
     """Raise PlanError that names what is wrong with ``plan`` for a worker in this state."""
+    if weight_version is None:
+        raise PlanError(f"step {plan.step} finds no weights in place; the worker sleeps, or a refit failed")
     if plan.layout != layout.name:
         raise PlanError(f"step {plan.step} is planned for {plan.layout}, but the worker is in {layout}")
     if plan.switch_to is not None:
@@ -20,8 +22,8 @@ def check_plan(plan: StepPlan, ledger: Ledger, layout: Layout, weight_version: i
         raise PlanError(f"a switch is {BLOCKING} or {LAYER_AHEAD}, not {plan.mode!r}")
     if plan.weight_version != weight_version:
         raise PlanError(
-            f"step {plan.step} wants weights of version {plan.weight_version}, but those in use are "
-            f"{'unfinished' if weight_version is None else f'version {weight_version}'}; refit first"
+            f"step {plan.step} wants weights of version {plan.weight_version}, but those in use are version "
+            f"{weight_version}; refit first"
         )
     _check_unique("released", list(plan.release))
     _check_unique("moved", [request for request, _ in plan.owners])

@@ -100,7 +100,12 @@ def _check(model: GPTModel, ranks: Ranks) -> None:
     for name in ("add_bias_linear", "add_qkv_bias", "window_size", "mtp_num_layers", "rotary_interleaved", "fp8"):
         if getattr(config, name, None):
             raise ValueError(f"rollout has no {name}, but the model has {name} {getattr(config, name)}")
-    for name in ("attention_output_gate", "apply_residual_connection_post_layernorm", "moe_latent_size", "moe_shared_expert_gate"):
+    for name in (
+        "attention_output_gate",
+        "apply_residual_connection_post_layernorm",
+        "moe_latent_size",
+        "moe_shared_expert_gate",
+    ):
         if getattr(config, name, None):
             raise ValueError(f"rollout has no {name}, but the model sets it")
     if not config.gated_linear_unit:

@@ -120,6 +120,18 @@ class Projections:
             if REPLICATED in module._buffers:
                 delattr(module, REPLICATED)
 
+    def leave(self) -> None:
+        """The arena is about to give up its memory: parameters move out of it, replicated copies go."""
+        for layer, modules in enumerate(self.modules):
+            self.withdraw(layer)
+            for module in modules.values():
+                module.weight.data = module.weight.data.clone()
+
+    def enter(self) -> None:
+        """The arena has its memory again: parameters move into it."""
+        for layer in range(len(self.modules)):
+            self._adopt(layer)
+
     def check_adopted(self) -> None:
         """Raise RuntimeError where a parameter no longer lies in the arena, as after ``model.to`` or an assignment."""
         for layer, modules in enumerate(self.modules):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from numpy.typing import NDArray
 from torch import nn
 
 from megaring.backends.precision import wide
@@ -24,7 +24,7 @@ from megaring.rollout.batch import Batch
 from megaring.rollout.blocks import PageTable
 from megaring.rollout.checks import check_plan, growth
 from megaring.rollout.decoder import Decoder
-from megaring.rollout.layout import OWNERS, POSITIONS, TP, Layout, layout_named
+from megaring.rollout.layout import TP, Layout, layout_named
 from megaring.rollout.ledger import Ledger
 from megaring.rollout.manifest import Manifest, make_manifest
 from megaring.rollout.pages import EntryShape, Pages
@@ -35,14 +35,6 @@ from megaring.rollout.rotary import Rotation
 from megaring.rollout.shape import ModelShape
 from megaring.rollout.step import BLOCKING, PlanError, StepPlan, StepResult
 from megaring.rollout.switch import State, Switch
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """KV pages of one owner, each over all layers: ``free`` now and ``total`` with no request at all."""
-
-    free: int
-    total: int
 
 
 class Runner:
@@ -66,7 +58,7 @@ class Runner:
         weight_version: int = 0,
     ) -> None:
         model.eval()
-        self.ranks, self.weight_version = ranks, weight_version
+        self.ranks, self.weight_version, self.asleep = ranks, weight_version, False
         self.decoder = Decoder(model, ranks, vocab_size)
         dtype = self.decoder.dtype
         attentions = [layer.self_attention for layer in self.decoder.layers]
@@ -95,6 +87,12 @@ class Runner:
         if layout is not TP:
             self._start_in(layout)
 
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.decoder.vocab_size
+
+    @torch.no_grad()
     def refit(self, version: int) -> None:
         """The parameters have been written: rebuild what depends on them; collective. No step runs until it returns.
 
@@ -102,27 +100,46 @@ class Runner:
         """
         self.weight_version = None
         self.projections.check_adopted()
-        with torch.no_grad():
-            for kind in self._kinds:
-                kind.rebuild()
-            if not self.layout.sharded_projections:
-                for layer in range(self.shape.layers):
-                    self.projections.gather(layer, self.ranks)
+        for kind in self._kinds:
+            kind.rebuild()
+        if not self.layout.sharded_projections:
+            for layer in range(self.shape.layers):
+                self.projections.gather(layer, self.ranks)
+                self.projections.expose(layer)
         self.weight_version = version
 
-    def capacity(self, layout: Layout | None = None) -> list[Capacity]:
-        """What each owner has room for under ``layout``, the present one by default.
+    def sleep(self) -> None:
+        """Give up the arena's memory and all copies of weights. Raises PlanError while requests are live.
 
-        Where all ranks share the histories, every owner is told the room of the fullest rank.
+        The model keeps its parameters, which may be written in the meantime.
         """
-        layout = layout or self.layout
-        total = self.room.total_pages(layout)
-        free = total - self.ledger.pages_held(layout)
-        if layout.history != OWNERS:
-            free, total = np.full_like(free, free.min()), np.full_like(total, total.min())
-            if layout.history == POSITIONS:  # pages of one request take turns over the ranks
-                free, total = free * self.ranks.size, total * self.ranks.size
-        return [Capacity(int(each), int(whole)) for each, whole in zip(free, total, strict=True)]
+        if self.asleep:
+            raise PlanError("the worker sleeps already")
+        if self.ledger.requests:
+            raise PlanError(f"{len(self.ledger.requests)} requests are live; release them before the worker sleeps")
+        self.weight_version, self.asleep = None, True
+        self.projections.leave()
+        for kind in self._kinds:
+            kind.forget()
+        self.arena.give_up()
+
+    def wake(self, version: int) -> None:
+        """Take the memory back after ``sleep``, in the layout before it, with weights of ``version``; collective."""
+        if not self.asleep:
+            raise PlanError("the worker is awake already")
+        self.arena.take_back()
+        self.projections.enter()
+        self.asleep = False
+        self.refit(version)
+
+    def total_pages(self, layout: Layout) -> NDArray[np.int64]:
+        """Pages, each over all layers, that every rank has room for under ``layout``, ``[ranks]``."""
+        return self.room.total_pages(layout)
+
+    def shortage(self, plan: StepPlan) -> str | None:
+        """Why a plan, or the switch or change of owners in it, has no room now, or None. Changes nothing."""
+        switch, shortage = self._plan_switch(plan)
+        return shortage if switch is None else None
 
     @torch.no_grad()
     def step(self, plan: StepPlan) -> StepResult:
@@ -159,22 +176,35 @@ class Runner:
 
     def _decide(self, plan: StepPlan) -> tuple[Switch | None, str | None]:
         """The switch of this step, agreed by all ranks, or why it waits. Changes nothing."""
-        destination = layout_named(plan.switch_to) if plan.switch_to else self.layout
-        deferred = None
-        if destination is not self.layout or plan.owners:
-            before = self.ledger.histories(without=plan.release)
-            after = self.ledger.histories(plan.owners, without=plan.release)
-            tables = [PageTable.from_histories(each, self.ranks.size) for each in (before, after)]
-            manifest = make_manifest(self.shape, self.layout, destination, *tables)
-            deferred = self.room.switch_shortage(manifest, growth(plan, self.ledger, destination, moved=True))
-            if deferred is None:
-                self.ranks.check_equal(manifest.digest, f"the manifest from {self.layout} to {destination}")
-                return Switch(manifest, self.ledger.slots_of(tables[0]), self._state), None
-        pages = self.ledger.pages_held(self.layout, plan.release) + growth(plan, self.ledger, self.layout, moved=False)
-        shortage = self.room.shortage(self.layout, pages)
+        switch, deferred = self._plan_switch(plan)
+        if switch is not None:
+            manifest = switch.manifest
+            what = f"the manifest from {manifest.source} to {manifest.destination}"
+            self.ranks.check_equal(manifest.digest, what)
+            return switch, None
+        shortage = self._step_shortage(plan)
         if shortage:
             raise PlanError(f"step {plan.step} does not fit: {shortage}. Release a request or plan fewer tokens")
         return None, deferred
+
+    def _plan_switch(self, plan: StepPlan) -> tuple[Switch | None, str | None]:
+        """The switch or change of owners of a plan, if it has one and there is room; else what it or the step lacks."""
+        destination = layout_named(plan.switch_to) if plan.switch_to else self.layout
+        if destination is self.layout and not plan.owners:
+            return None, self._step_shortage(plan)
+        before = self.ledger.histories(without=plan.release)
+        after = self.ledger.histories(plan.owners, without=plan.release)
+        tables = [PageTable.from_histories(each, self.ranks.size) for each in (before, after)]
+        manifest = make_manifest(self.shape, self.layout, destination, *tables)
+        shortage = self.room.switch_shortage(manifest, growth(plan, self.ledger, destination, moved=True))
+        if shortage:
+            return None, shortage
+        return Switch(manifest, self.ledger.slots_of(tables[0]), self._state), None
+
+    def _step_shortage(self, plan: StepPlan) -> str | None:
+        """Why a plan has no room in the present layout, without its switch, or None."""
+        added = growth(plan, self.ledger, self.layout, moved=False)
+        return self.room.shortage(self.layout, self.ledger.pages_held(self.layout, plan.release) + added)
 
     def _forward(self, plan: StepPlan, switch: Switch | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         decoder, layers = self.decoder, range(self.shape.layers)

@@ -49,6 +49,11 @@ class Gqa:
         else:
             self._module.linear_qkv.register_buffer(EFFECTIVE, effective.contiguous(), persistent=False)
 
+    def forget(self) -> None:
+        """Free what ``rebuild`` made."""
+        if EFFECTIVE in self._module.linear_qkv._buffers:
+            delattr(self._module.linear_qkv, EFFECTIVE)
+
     def project_sharded(self, rows: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of this rank's H/T heads, and entries of its KV heads."""
         linear = self._module.linear_qkv

@@ -33,6 +33,9 @@ class Mla:
     def rebuild(self) -> None:
         """Nothing here is derived from the weights."""
 
+    def forget(self) -> None:
+        """Nothing here is derived from the weights."""
+
     def project_sharded(self, rows: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Absorbed queries of this rank's H/T heads, and whole entries; one gather where tensor parallelism cuts the
         down projections.

@@ -36,8 +36,10 @@ MODEL = ModelConfig(
     moe_ffn_hidden_size=16,
     init_method_std=0.3,
 )
-DENSE = replace(MODEL, num_experts=None, untie_embeddings_and_output_weights=False)
-MEMORY = 1 << 21  # bytes of a rank's arena
+DENSE = replace(
+    MODEL, num_experts=None, num_attention_heads=8, num_query_groups=4, untie_embeddings_and_output_weights=False
+)
+MEMORY = 1 << 22  # bytes of a rank's arena
 TIMEOUT = timedelta(seconds=50)
 
 

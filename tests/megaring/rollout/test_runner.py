@@ -120,6 +120,31 @@ def test_refit_rebuilds_what_depends_on_the_weights(pool, layout):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+def poisoned(rank, world_size):
+    """A token whose embedding is NaN spoils its request alone, also for those that get its pages afterwards."""
+    runner, found = make_runner(world_size, MODEL), {}
+    weight = runner.decoder.model.embedding.word_embeddings.weight
+    here = 7 - rank * len(weight)
+    if 0 <= here < len(weight):
+        weight.data[here] = float("nan")
+    clean = tuple(token if token != 7 else 8 for token in PROMPT)
+    for layout in ("TP", "DP", "CP", "DOP"):
+        first = step(runner, Chunk(1, 0, 0, (7,) * 90), Chunk(2, 0, 0, clean[:70]), switch_to=layout)
+        second = step(runner, Chunk(3, 0, 0, clean[:70]), release=(1,))
+        step(runner, release=(2, 3))
+        found[layout] = (first.logits.isnan().all(dim=1).tolist(), first.logits[1], second.logits[0])
+    parallel.stop()
+    return found
+
+
+def test_nan_stays_with_its_request(pool):
+    for found in pool.run(2, poisoned):
+        for nan, beside, after in found.values():
+            assert nan == [True, False]
+            torch.testing.assert_close(beside, found["TP"][1], rtol=0, atol=1e-11)
+            torch.testing.assert_close(after, beside, rtol=0, atol=1e-11)
+
+
 def expert_rows(rank, world_size, layout):
     runner = make_runner(world_size, MODEL, layout=layout)
     entered = []

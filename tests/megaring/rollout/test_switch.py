@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from mla_case import V3, make_mla_runner
-from rollout_case import MODEL, make_runner
+from rollout_case import DENSE, MODEL, make_runner
 from traffic import drive
 
 from megaring.megatron import parallel
@@ -34,6 +34,13 @@ def test_random_switches_change_no_token(pool, seed, sizes):
             assert len(set(outcome.switches)) > 6
             assert not outcome.deferred
             assert (outcome.moved_bytes > 0) == (ranks > 1)
+
+
+def test_random_switches_of_a_dense_model_with_two_heads_a_rank(pool):
+    expected = pool.run(1, traffic, make_runner, DENSE, 5, steps=12, switching=False)[0]
+    for outcome in pool.run(2, traffic, make_runner, DENSE, 5, steps=12):
+        same(outcome, expected)
+        assert len(set(outcome.switches)) > 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
