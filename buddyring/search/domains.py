@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from buddyring.search.kernels.fill import deal
-from buddyring.search.kernels.objective import KEY, evaluate
-from buddyring.search.stages import Found, search
+from buddyring.search.stages import Found, key_of, search
 from buddyring.search.tables import Tables, code_arrays
 
 DOMAIN_RANKS = 64
@@ -49,10 +48,3 @@ def part_of(t: Tables, rows: np.ndarray, ranks: int) -> Tables:
         work=t.work[rows],
         legal=t.legal[rows],
     )
-
-
-def key_of(t: Tables, codes: np.ndarray) -> np.ndarray:
-    """``[KEY]``: the key of a whole placement."""
-    key = np.empty(KEY)
-    evaluate(t, codes, np.empty(t.ranks), np.empty(t.ranks), np.empty(len(t.level_of), dtype=np.int64), key)
-    return key

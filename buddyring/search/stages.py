@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from buddyring.search.bounds import least_violation
 from buddyring.search.kernels.beam import beam
 from buddyring.search.kernels.exact import decide
 from buddyring.search.kernels.fill import complete
-from buddyring.search.kernels.objective import DISTINCT, EXCESS, KEY, VIOLATION, compare
+from buddyring.search.kernels.objective import DISTINCT, EXCESS, KEY, VIOLATION, compare, evaluate
+from buddyring.search.kernels.relieve import relieve
 from buddyring.search.kernels.repair import repair
 from buddyring.search.tables import NUM_CLASSES, Tables
 
@@ -24,6 +26,8 @@ REPAIR_MOVES = 32
 SMALL_PLACEMENTS = 1 << 18  # steps with no more placements than this are decided exactly
 EXACT_NODES = 1 << 20  # more than those steps can take
 DEEPEN_NODES = 10_000  # some 2 ms on 8 ranks
+EASE_STEPS = 3  # placements made with wider tolerances
+RELIEF_TRIED = 300_000  # changes that relief looks at, some 2 ms
 DEEPEN_FROM = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)  # kappa of the shortest sequence that is searched
 
 
@@ -53,15 +57,15 @@ def search(t: Tables) -> Found:
     short sequences in less time. Steps with few placements are decided by branch and bound. Otherwise, when the first
     stage is not feasible, whole length classes are split as widely as they can be (repair then shrinks what it can)
     before fillers enter the beam; and branch and bound, with fillers placed as ever and a budget of nodes, searches
-    on from the best placement, over the structural sequences first, then over more. And as a violation may be due to
-    one sequence alone (``least_violation``), reaching that counts as feasible.
+    on from the best placement, over the structural sequences first, then over more. And as a violation may be forced
+    (``least_violation``), reaching that counts as feasible; when even that is not reached, ``ease`` looks for less.
     """
-    least = least_violation(t)
     plan_stages = stages(t)
     best = run_stage(t, next(plan_stages))
     if is_small(t):
         decide(t, best.codes, best.key, len(t.lengths), t.even, EXACT_NODES)
         return best
+    least = 0.0 if is_done(best, 0.0) else least_violation(t)
     for stage in wide_stages(t):
         if is_done(best, least):
             break
@@ -72,8 +76,16 @@ def search(t: Tables) -> Found:
             if is_done(best, least):
                 break
             best = better(best, run_stage(t, stage))
+    best = ease(t, best, least)
     repair(t, best.codes, best.key, KEY, moves(t))
     return best
+
+
+def key_of(t: Tables, codes: np.ndarray) -> np.ndarray:
+    """``[KEY]``: the key of a whole placement."""
+    key = np.empty(KEY)
+    evaluate(t, codes, np.empty(t.ranks), np.empty(t.ranks), np.empty(len(t.level_of), dtype=np.int64), key)
+    return key
 
 
 def is_done(found: Found, least: float) -> bool:
@@ -92,29 +104,21 @@ def moves(t: Tables) -> int:
     return REPAIR_MOVES * max(1, t.ranks // SMALL_RANKS)
 
 
-def least_violation(t: Tables) -> float:
-    """What no placement is below: the violation of a rank that holds its share of one sequence and nothing else."""
-    least = np.full(len(t.lengths), np.inf)
-    for level in range(t.levels):
-        places = slice((1 << level) - 1, (2 << level) - 1)
-        over = np.maximum(
-            t.held[:, places].max(axis=1) * t.token_scale - 1 - t.token_tolerance,
-            t.work[:, places].max(axis=1) * t.work_scale - 1 - t.work_tolerance,
-        )
-        least = np.minimum(least, np.where(t.legal[:, level], over, np.inf))
-    return max(0.0, float(least.max())) * (1 + 1e-9)
-
-
 def run_stage(t: Tables, stage: Stage) -> Found:
     """Beam, fillers, and local repair of the best few."""
+    refined = drafts(t, stage)[: max(2, REFINED // max(1, t.ranks // SMALL_RANKS))]
+    for found in refined:
+        repair(t, found.codes, found.key, DISTINCT, moves(t))
+    return functools.reduce(better, refined)
+
+
+def drafts(t: Tables, stage: Stage) -> list[Found]:
+    """Beam and fillers: placements without repair, the best first."""
     share = max(1, t.ranks // SMALL_RANKS)
     width = BEAM_WIDTH * LONG_BEAM // max(LONG_BEAM, stage.count)
     heads = beam(t, stage.allowed, stage.count, max(8, width // share), SMALL_RANKS if share < 4 else 4)
     codes, keys = complete(t, heads)
-    refined = [Found(codes[state], keys[state]) for state in np.lexsort(keys.T[::-1])[: max(2, REFINED // share)]]
-    for found in refined:
-        repair(t, found.codes, found.key, DISTINCT, moves(t))
-    return functools.reduce(better, refined)
+    return [Found(codes[state], keys[state]) for state in np.lexsort(keys.T[::-1])]
 
 
 def deepen(t: Tables, best: Found) -> None:
@@ -127,6 +131,30 @@ def deepen(t: Tables, best: Found) -> None:
         if left > 0 and count > before:
             left = decide(t, best.codes, best.key, count, True, left)
         before = count
+
+
+def ease(t: Tables, best: Found, least: float) -> Found:
+    """A placement with less violation, when ``best`` has more than ``least``, the least that is known to be forced.
+
+    Fillers keep off a rank that is overloaded, however few tokens it has. Where a long sequence must overload its
+    ranks, they so end up short of tokens. With tolerances wider by what is unavoidable they get their share; that is
+    sought by halving between ``least`` and the best violation so far. ``relieve`` improves each placement.
+    """
+    low = least
+    for step in range(EASE_STEPS + 1):
+        if best.key[EXCESS] > 0 or best.key[VIOLATION] <= low:
+            break
+        codes, wider = best.codes.copy(), least
+        if step > 0:
+            wider = (low + best.key[VIOLATION]) / 2
+            eased = t._replace(token_tolerance=t.token_tolerance + wider, work_tolerance=t.work_tolerance + wider)
+            codes = drafts(eased, next(stages(t)))[0].codes
+            best = better(best, Found(codes.copy(), key_of(t, codes)))
+        relieve(t, codes, RELIEF_TRIED)
+        best = better(best, Found(codes, key_of(t, codes)))
+        if best.key[VIOLATION] > wider:
+            low = wider
+    return best
 
 
 def wide_stages(t: Tables) -> Iterator[Stage]:

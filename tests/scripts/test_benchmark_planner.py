@@ -54,11 +54,12 @@ def test_a_plan_that_is_not_the_best_is_counted(script, monkeypatch):
     assert measured.optimal < 10 and len(measured.worse) == 10 - measured.optimal
 
 
-def test_the_bound_is_what_the_longest_sequence_forces(script):
-    # Alone on 16 ranks, 8 do everything: twice the mean. Among equals nothing is forced.
-    assert script.attention_bound([4096], 16) == pytest.approx(1.0)
-    assert script.attention_bound([4096], 8) == 0
-    assert script.attention_bound([4096] * 16, 16) == 0
+def test_what_is_forced_is_beside_what_was_reached(script):
+    # One sequence on 16 ranks: 8 do everything, at twice the mean and 5 % of tolerance.
+    assert script.forced_violation([4096], 16) == pytest.approx(0.95)
+    assert script.forced_violation([4096] * 16, 16) == 0
+    speed = script.measure_speed("prolong", 64, batches=2, repeats=1)
+    assert 0 < speed.forced <= speed.violation
 
 
 @pytest.mark.parametrize("option", ["--batches", "--repeats", "--cases", "--large-batches"])
