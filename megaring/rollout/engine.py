@@ -139,13 +139,11 @@ class Engine:
 
         ``live``: requests that run ``recompute`` their history under the new weights, or ``keep`` it as the old ones
         made it. New tokens carry the new version either way, those that are there keep theirs. No history from before
-        is shared with anybody that begins later. Raises ValueError for another policy and RuntimeError while asleep.
+        is shared with anybody that begins later. Works asleep too. Raises ValueError for another policy.
         """
         self._check_alive()
         if live not in (KEEP, RECOMPUTE):
             raise ValueError(f"live requests {KEEP} or {RECOMPUTE} their history over a refit, not {live!r}")
-        if self.asleep:
-            raise RuntimeError("the engine is asleep and has no room for weights; wake it before the refit")
         self._queues.drop_prefixes()
         if live == RECOMPUTE:
             self._release_all()
@@ -170,6 +168,11 @@ class Engine:
         if self.asleep:
             self._guarded(self.executor.wake)
             self.asleep = False
+
+    def heartbeat(self) -> None:
+        """Call it now and then while there is no work; see ``Executor``."""
+        self._check_alive()
+        self._guarded(self.executor.heartbeat)
 
     def step(self) -> list[Delta]:
         """Run one step and return what is new, oldest sequence first. Raises EngineFailed when it cannot go on."""

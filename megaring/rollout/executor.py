@@ -34,7 +34,7 @@ class Executor(Protocol):
         """Why ``plan``, or the switch or change of owners in it, has no room now, or None. Changes nothing."""
 
     def refit(self, version: int) -> None:
-        """Put the weights of ``version`` in place."""
+        """Put the weights of ``version`` in place, awake or asleep."""
 
     def sleep(self) -> None:
         """Give up the memory of KV pages and replicated projections; no history is left then."""
