@@ -18,6 +18,13 @@ def check_plan(plan: StepPlan, ledger: Ledger, layout: Layout, weight_version: i
         raise PlanError(f"step {plan.step} is planned for {plan.layout}, but the worker is in {layout}")
     if plan.switch_to is not None:
         layout_named(plan.switch_to)
+    if plan.prepare is not None:
+        after = layout_named(plan.prepare)
+        if plan.switch_to is not None or plan.owners or after is layout or not plan.chunks:
+            raise PlanError(
+                f"step {plan.step} cannot prepare a switch to {after}: it moves state itself, is in that layout "
+                "already, or has no tokens"
+            )
     if plan.mode not in (BLOCKING, LAYER_AHEAD):
         raise PlanError(f"a switch is {BLOCKING} or {LAYER_AHEAD}, not {plan.mode!r}")
     if plan.weight_version != weight_version:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 from torch.nn import functional
 
@@ -117,6 +118,10 @@ def _check(model: GPTModel, ranks: Ranks) -> None:
         raise ValueError("rollout has neither activation clamps nor expert capacity factors")
     if model.position_embedding_type != "rope":
         raise ValueError(f"rollout has rotary positions only, but the model has {model.position_embedding_type!r}")
+    if any(isinstance(layer.input_layernorm, IdentityOp) for layer in model.decoder.layers):
+        raise ValueError(
+            "rollout has norms of their own only, but this model's are fused; build it from the local spec"
+        )
     double = model.decoder.final_layernorm.weight.dtype == torch.float64
     if double and config.num_moe_experts and config.moe_router_dtype != "fp64":
         raise ValueError(

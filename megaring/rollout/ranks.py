@@ -23,21 +23,25 @@ class Ranks:
     the way of, the collectives of the step.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, transfers: dist.ProcessGroup | None) -> None:
-        self.group, self.transfers = group, transfers
+    def __init__(
+        self, group: dist.ProcessGroup | None, transfers: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.group, self.transfers, self._device = group, transfers, device
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
     def single(cls) -> Self:
         """One process on its own."""
-        return cls(None, None)
+        return cls(None, None, torch.device("cpu"))
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, timeout: timedelta) -> Self:
-        """The ranks of ``group``; collective over the default group, since it makes the second communicator."""
+    def over(cls, group: dist.ProcessGroup, timeout: timedelta, device: torch.device | str = "cpu") -> Self:
+        """The ranks of ``group``; collective over them, since it makes the second communicator. ``device``: where the
+        group's backend wants its tensors.
+        """
         ranks = dist.get_process_group_ranks(group)
-        return cls(group, dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+        return cls(group, dist.new_group(ranks, timeout=timeout, use_local_synchronization=True), torch.device(device))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; the bits are the same on all of them."""
@@ -105,7 +109,7 @@ class Ranks:
         if self.size == 1:
             return
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self._device)
         seen = self.gather_rows(mine, [1] * self.size).tolist()
         if len(set(seen)) > 1:
             differing = [rank for rank, value in enumerate(seen) if value != seen[0]]

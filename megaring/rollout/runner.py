@@ -21,12 +21,10 @@ from megaring.rollout.attention.gqa import Gqa
 from megaring.rollout.attention.layouts import FORWARD, Layer
 from megaring.rollout.attention.mla import Mla
 from megaring.rollout.batch import Batch
-from megaring.rollout.blocks import PageTable
-from megaring.rollout.checks import check_plan, growth
+from megaring.rollout.checks import check_plan
 from megaring.rollout.decoder import Decoder
 from megaring.rollout.layout import TP, Layout, layout_named
 from megaring.rollout.ledger import Ledger
-from megaring.rollout.manifest import Manifest, make_manifest
 from megaring.rollout.pages import EntryShape, Pages
 from megaring.rollout.projections import Projections, SlotLayout
 from megaring.rollout.ranks import Ranks
@@ -35,6 +33,7 @@ from megaring.rollout.rotary import Rotation
 from megaring.rollout.shape import ModelShape
 from megaring.rollout.step import BLOCKING, PlanError, StepPlan, StepResult
 from megaring.rollout.switch import State, Switch
+from megaring.rollout.switching import Switcher
 
 
 class Runner:
@@ -83,9 +82,11 @@ class Runner:
         self.layout = TP
         self._kinds = self._attention_kinds(attentions)
         self._state = State(ranks, self.arena, self.pages, self.projections)
+        self._switcher = Switcher(self.shape, ranks, self.ledger, self.room, self._state)
         self.refit(weight_version)
         if layout is not TP:
-            self._start_in(layout)
+            self._switcher.start_in(TP, layout)
+            self.layout = layout
 
     @property
     def vocab_size(self) -> int:
@@ -99,6 +100,7 @@ class Runner:
         Cached tokens of live requests stay as the old weights made them; release the requests that shall not keep them.
         """
         self.weight_version = None
+        self._switcher.undo()
         self.projections.check_adopted()
         for kind in self._kinds:
             kind.rebuild()
@@ -117,6 +119,7 @@ class Runner:
             raise PlanError("the worker sleeps already")
         if self.ledger.requests:
             raise PlanError(f"{len(self.ledger.requests)} requests are live; release them before the worker sleeps")
+        self._switcher.undo()
         self.weight_version, self.asleep = None, True
         self.projections.leave()
         for kind in self._kinds:
@@ -138,7 +141,7 @@ class Runner:
 
     def shortage(self, plan: StepPlan) -> str | None:
         """Why a plan, or the switch or change of owners in it, has no room now, or None. Changes nothing."""
-        switch, shortage = self._plan_switch(plan)
+        switch, shortage = self._switcher.look(plan, self.layout)
         return shortage if switch is None else None
 
     @torch.no_grad()
@@ -149,8 +152,8 @@ class Runner:
         began = time.perf_counter()
         check_plan(plan, self.ledger, self.layout, self.weight_version, self.decoder.vocab_size)
         self.projections.check_adopted()
-        switch, deferred = self._decide(plan)
-        self._release(plan.release)
+        switch, deferred = self._switcher.decide(plan, self.layout)
+        self._release(plan.release, at_once=switch is None or not switch.launched)
         if switch is not None:
             self.layout = switch.manifest.destination
         if deferred is None:
@@ -171,50 +174,17 @@ class Runner:
             time.perf_counter() - began,
             switched=switch is not None,
             deferred=deferred,
+            prepared=self._switcher.prepared is not None,
             moved_bytes=switch.manifest.total_bytes if switch is not None else 0,
         )
-
-    def _decide(self, plan: StepPlan) -> tuple[Switch | None, str | None]:
-        """The switch of this step, agreed by all ranks, or why it waits. Changes nothing."""
-        switch, deferred = self._plan_switch(plan)
-        if switch is not None:
-            manifest = switch.manifest
-            what = f"the manifest from {manifest.source} to {manifest.destination}"
-            self.ranks.check_equal(manifest.digest, what)
-            return switch, None
-        shortage = self._step_shortage(plan)
-        if shortage:
-            raise PlanError(f"step {plan.step} does not fit: {shortage}. Release a request or plan fewer tokens")
-        return None, deferred
-
-    def _plan_switch(self, plan: StepPlan) -> tuple[Switch | None, str | None]:
-        """The switch or change of owners of a plan, if it has one and there is room; else what it or the step lacks."""
-        destination = layout_named(plan.switch_to) if plan.switch_to else self.layout
-        if destination is self.layout and not plan.owners:
-            return None, self._step_shortage(plan)
-        before = self.ledger.histories(without=plan.release)
-        after = self.ledger.histories(plan.owners, without=plan.release)
-        tables = [PageTable.from_histories(each, self.ranks.size) for each in (before, after)]
-        manifest = make_manifest(self.shape, self.layout, destination, *tables)
-        shortage = self.room.switch_shortage(manifest, growth(plan, self.ledger, destination, moved=True))
-        if shortage:
-            return None, shortage
-        return Switch(manifest, self.ledger.slots_of(tables[0]), self._state), None
-
-    def _step_shortage(self, plan: StepPlan) -> str | None:
-        """Why a plan has no room in the present layout, without its switch, or None."""
-        added = growth(plan, self.ledger, self.layout, moved=False)
-        return self.room.shortage(self.layout, self.ledger.pages_held(self.layout, plan.release) + added)
 
     def _forward(self, plan: StepPlan, switch: Switch | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         decoder, layers = self.decoder, range(self.shape.layers)
         if switch is not None:
             if plan.mode == BLOCKING or not plan.chunks:
-                for layer in layers:
-                    switch.launch(layer)
-                    switch.commit(layer)
+                switch.complete()
                 switch = None
-            else:
+            elif not switch.launched:
                 switch.launch(0)
         if not plan.chunks:
             for layer in layers:
@@ -233,6 +203,8 @@ class Runner:
             module = decoder.layers[index]
             layer = Layer(index, self._kinds[index], self.pages, groups, batch, rotary, self.ranks)
             rows = rows + attend(layer, module.input_layernorm(rows))
+            if index == 0 and plan.prepare:
+                self._switcher.prepare(self.layout, layout_named(plan.prepare))
             out, visited = decoder.feed_forward(module, module.pre_mlp_layernorm(rows))
             rows = rows + out
             if visited is not None and plan.experts:
@@ -240,10 +212,11 @@ class Runner:
         experts = torch.stack(chosen, dim=1) if chosen else None
         return decoder.logits(rows[batch.asked]), experts
 
-    def _release(self, requests: Iterable[int]) -> None:
+    def _release(self, requests: Iterable[int], *, at_once: bool) -> None:
+        """``at_once``: free the pages now; else each layer's when it has been switched, as they are in transit."""
         for request in requests:
             self.ledger.release(request)
-        if requests:
+        if requests and at_once:
             for layer in range(self.shape.layers):
                 self._conform(layer)
             self.ledger.settle()
@@ -262,15 +235,3 @@ class Runner:
             return [Mla(attention, self.shape, self.ranks) for attention in attentions]
         rotation = Rotation.of(self.decoder.model.rotary_pos_emb)
         return [Gqa(attention, self.shape, self.ranks, rotation) for attention in attentions]
-
-    def _start_in(self, layout: Layout) -> None:
-        nothing = PageTable.from_histories([], self.ranks.size)
-        manifest: Manifest = make_manifest(self.shape, self.layout, layout, nothing)
-        shortage = self.room.switch_shortage(manifest, np.zeros(self.ranks.size, np.int64))
-        if shortage:
-            raise ValueError(f"{layout} does not fit: {shortage}. Give the arena more memory")
-        switch = Switch(manifest, np.zeros(0, np.int64), self._state)
-        for layer in range(self.shape.layers):
-            switch.launch(layer)
-            switch.commit(layer)
-        self.layout = layout

@@ -52,10 +52,14 @@ class Fork:
 class StepPlan:
     """One step, the same on all ranks, applied in the order release, owners, forks, chunks.
 
-    ``layout``: that of the last step, which must still hold here. ``switch_to``: run this step in that layout; state
-    moves as ``mode`` says, ``layer_ahead`` or ``blocking`` (all layers first). ``release``: requests that are finished
-    or cancelled. ``owners``: (request, new owner) pairs. ``weight_version``: of the weights that must run it.
-    ``experts``: whether the expert choices of every row are wanted.
+    - ``layout``: that of the last step, which must still hold here.
+    - ``switch_to``: run this step in that layout; state moves as ``mode`` says, ``layer_ahead`` (each layer while the
+      one before it computes) or ``blocking`` (all layers first).
+    - ``prepare``: the layout that the next step is to switch to. Its first layer starts to move under this step, and is
+      dropped if the next plan decides otherwise.
+    - ``release``: requests that are finished or cancelled. ``owners``: (request, new owner) pairs.
+    - ``weight_version``: of the weights that must run it.
+    - ``experts``: whether the expert choices of every row are wanted.
     """
 
     step: int
@@ -68,6 +72,7 @@ class StepPlan:
     owners: tuple[tuple[int, int], ...] = ()
     mode: str = LAYER_AHEAD
     experts: bool = False
+    prepare: str | None = None
 
     @property
     def rows(self) -> int:
@@ -82,7 +87,8 @@ class StepResult:
     ``logits``: ``[rows asked for, vocab]`` in chunk order, fp32 (fp64 for an fp64 model). ``experts``: int64
     ``[N, expert layers, top-k]``, ascending expert numbers of each row in chunk order, where the plan asked.
     ``layout``: the one the step ran in. ``switched``: whether state moved. ``deferred``: why a switch or a change of
-    owners that was asked for did not happen, else None. ``moved_bytes``: what the whole group received in the switch.
+    owners that was asked for did not happen, else None. ``prepared``: whether the first layer of the next step's switch
+    is under way. ``moved_bytes``: what the whole group received in the switch.
     """
 
     step: int
@@ -92,4 +98,5 @@ class StepResult:
     seconds: float
     switched: bool = False
     deferred: str | None = None
+    prepared: bool = False
     moved_bytes: int = 0

@@ -79,6 +79,36 @@ class Switch:
                 counts[each.source] += each.bytes
         self._transit = state.ranks.start_exchange(sent, counts)
 
+    def complete(self) -> None:
+        """Move all layers, one after the other."""
+        for layer in range(self.manifest.shape.layers):
+            self.launch(layer)
+            self.commit(layer)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a layer is in transit."""
+        return self._transit is not None
+
+    @property
+    def transit_units(self) -> int:
+        """Units of the layer in transit that its source does not have."""
+        if not self.launched:
+            return 0
+        weights = len(self._state.projections.foreign_units(0)) if self._gathers else 0
+        return weights + sum(len(units) for units in self._incoming)
+
+    def cancel(self, layer: int) -> None:
+        """Drop a launched layer: it stays in the source layout."""
+        if self._transit is None:
+            raise RuntimeError(f"layer {layer} was not launched")
+        self._transit.wait()
+        self._transit = None
+        for units in self._incoming:
+            self._state.arena.give_back(units)
+        if self._gathers:
+            self._state.arena.give_back(self._state.projections.foreign_units(layer))
+
     def commit(self, layer: int) -> None:
         """Finish a launched layer: from now on it is in the destination layout."""
         state, manifest = self._state, self.manifest

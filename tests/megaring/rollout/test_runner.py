@@ -210,7 +210,7 @@ def disagreement(rank, world_size):
     if rank == 1:
         runner.ledger.requests[1].length -= 1
     with pytest.raises(RuntimeError, match=r"disagree about the manifest from TP to CP: \[1\] differ"):
-        runner._decide(StepPlan(1, "TP", (), switch_to="CP"))
+        step(runner, switch_to="CP")
     parallel.stop()
 
 

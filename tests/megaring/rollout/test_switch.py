@@ -33,6 +33,7 @@ def test_random_switches_change_no_token(pool, seed, sizes):
             same(outcome, expected)
             assert len(set(outcome.switches)) > 6
             assert not outcome.deferred
+            assert outcome.prepared > 2
             assert (outcome.moved_bytes > 0) == (ranks > 1)
 
 

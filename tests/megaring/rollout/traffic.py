@@ -41,6 +41,7 @@ class Outcome:
     switches: list[tuple[str, str]]
     deferred: list[str]
     moved_bytes: int
+    prepared: int  # switches whose first layer had moved under the step before
 
 
 def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True, fixed: str = "TP") -> Outcome:
@@ -50,6 +51,7 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
     finished, logits = {}, {}
     release: list[int] = []
     switches, deferred, moved, number = [], [], 0, 0
+    announced, taken = None, 0
     for step in range(10_000):
         draining = step >= steps
         if draining and not live and not release:
@@ -80,7 +82,9 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
                     finished[cancelled] = gone.tokens
         owners, target, mode = [], None, LAYER_AHEAD
         extra = np.random.default_rng((seed, step))
-        if switching and extra.random() < 0.5:
+        if announced and extra.random() < 0.7:
+            target = announced
+        elif switching and extra.random() < 0.5:
             target = str(extra.choice(list(LAYOUTS)))
             mode = str(extra.choice([BLOCKING, LAYER_AHEAD]))
             settled = [r for r, each in live.items() if each.done and all(r != fork.request for fork in forks)]
@@ -92,15 +96,29 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
             Chunk(request, each.owner % runner.ranks.size, each.done, tuple(each.pending[:CHUNK]), "last")
             for request, each in live.items()
         ]
-        before = runner.layout.name
-        plan = StepPlan(step, before, tuple(chunks), tuple(release), target, 0, tuple(forks), tuple(owners), mode)
+        before, prepare = runner.layout.name, None
+        if switching and target is None and not owners and chunks and extra.random() < 0.5:
+            prepare = str(extra.choice([name for name in LAYOUTS if name != before]))
+        plan = StepPlan(
+            step,
+            before,
+            tuple(chunks),
+            tuple(release),
+            target,
+            forks=tuple(forks),
+            owners=tuple(owners),
+            mode=mode,
+            prepare=prepare,
+        )
+        announced_before = announced
         used, runner.arena.peak = runner.arena.used, runner.arena.used
         result = runner.step(plan)
         check_consistent(runner)
         if result.switched:
             layer = max(used, runner.arena.used) // runner.shape.layers + runner.pages.entry.groups
             assert runner.arena.peak <= max(used, runner.arena.used) + layer, "more than one layer was in transit"
-        release = []
+        release, announced = [], prepare if result.prepared else None
+        taken += result.switched and announced_before == result.layout
         if result.switched:
             switches.append((before, result.layout))
             moved += result.moved_bytes
@@ -117,7 +135,7 @@ def drive(runner: Runner, seed: int, *, steps: int = 24, switching: bool = True,
                 finished[chunk.request] = live.pop(chunk.request).tokens
                 release.append(chunk.request)
     assert not runner.ledger.requests
-    return Outcome(finished, {r: np.stack(rows) for r, rows in logits.items()}, switches, deferred, moved)
+    return Outcome(finished, {r: np.stack(rows) for r, rows in logits.items()}, switches, deferred, moved, taken)
 
 
 def check_consistent(runner: Runner) -> None:
@@ -132,4 +150,6 @@ def check_consistent(runner: Runner) -> None:
     units = runner.pages.table[runner.pages.table != ABSENT]
     assert len(np.unique(units)) == len(units)
     weights = runner.room.layer_units(runner.layout, np.zeros(runner.ranks.size, int))[runner.ranks.rank]
-    assert runner.arena.used == len(units) + runner.shape.layers * weights
+    prepared = runner._switcher.prepared
+    in_transit = prepared.transit_units if prepared else 0
+    assert runner.arena.used == in_transit + len(units) + runner.shape.layers * weights
