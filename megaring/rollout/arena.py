@@ -1,9 +1,9 @@
 """The one byte arena of a rank: equal units, each free, a piece of a KV page, or part of a projection.
 
-A unit holds one layer's page of 64 tokens for one group of cache heads, H_kv / min(T, H_kv) of them (SPLASH,
-equation 4's page, cut as TP cuts it). So a page is one unit under TP and min(T, H_kv) of them elsewhere, a unit that is
-needed before and after a switch stays where it is, and nothing fragments. Projections need contiguous room; they have
-fixed places at the end (see ``projections``), from which pages move when a projection comes back.
+A unit holds one layer's page of 64 tokens for one group of cache heads, of which TP makes h = min(T, H_kv). So a page
+is one unit under TP and h units elsewhere, a unit that is needed before and after a switch stays where it is, and
+nothing fragments. Projections need contiguous room: they have fixed places at the end (see ``projections``), from which
+pages move when a projection comes back.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Arena:
         self._state = np.full(units, _FREE, np.uint8)
         self._heap = list(range(units))  # of free units, and of some that a claim has taken since
         self._listed = np.ones(units, bool)  # whether a unit is on the heap
-        self.free = self.peak = 0
-        self.free = units
+        self.free, self.peak = units, 0
 
     @property
     def used(self) -> int:

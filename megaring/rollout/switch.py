@@ -66,13 +66,12 @@ class Switch:
         if self._gathers:
             state.pages.evacuate(state.projections.foreign_units(layer))
         self._incoming = [state.arena.take(len(each.pages) * len(self._groups(each))) for each in self._receives]
-        weights = _bytes(torch.cat([each.flatten() for each in state.projections.slices(layer, state.ranks.rank)]))
+        own = [_bytes(each) for each in state.projections.slices(layer, state.ranks.rank)] if self._gathers else []
         sent = []
         for rank in range(state.ranks.size):
-            parts = [_bytes(self._read(layer, each)) for each in self._sends if each.destination == rank]
-            if self._gathers and rank != state.ranks.rank:
-                parts.insert(0, weights)
-            sent.append(torch.cat(parts) if parts else weights[:0])
+            parts = own if rank != state.ranks.rank else []
+            parts = parts + [_bytes(self._read(layer, each)) for each in self._sends if each.destination == rank]
+            sent.append(torch.cat(parts) if parts else state.arena.bytes[:0])
         counts = [0] * state.ranks.size
         for each in (*manifest.weight_transfers, *self._receives):
             if each.destination == state.ranks.rank:
@@ -89,14 +88,6 @@ class Switch:
     def launched(self) -> bool:
         """Whether a layer is in transit."""
         return self._transit is not None
-
-    @property
-    def transit_units(self) -> int:
-        """Units of the layer in transit that its source does not have."""
-        if not self.launched:
-            return 0
-        weights = len(self._state.projections.foreign_units(0)) if self._gathers else 0
-        return weights + sum(len(units) for units in self._incoming)
 
     def cancel(self, layer: int) -> None:
         """Drop a launched layer: it stays in the source layout."""

@@ -57,6 +57,29 @@ def test_equal_to_a_plain_forward_pass(pool, plain, layout, ranks):
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+def exchanged(rank, world_size):
+    """Elements of a step that this rank sends to others in DOP's all-to-alls."""
+    runner, sent = make_mla_runner(world_size, V3, layout="DOP"), []
+    exchange = runner.ranks.exchange
+
+    def counted(parts, counts):
+        sent.append(sum(part.numel() for peer, part in enumerate(parts) if peer != rank))
+        return exchange(parts, counts)
+
+    runner.ranks.exchange = counted
+    chunks = [Chunk(index, owner, 0, (1,) * rows) for index, (owner, rows) in enumerate(((0, 5), (1, 1), (0, 2)))]
+    runner.step(StepPlan(0, "DOP", tuple(chunks)))
+    parallel.stop()
+    return sum(sent)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dop_sends_what_the_paper_says(pool, ranks):
+    rows, heads, latent, rotary, layers = 8, 4, 16, 4, 3
+    per_layer = rows * heads * (latent + rotary + latent) * (ranks - 1) // ranks  # (1 - 1/T) N H (d_q + d_z)
+    assert sum(pool.run(ranks, exchanged)) == layers * per_layer
+
+
 MLA = {"v2-lite": V2_LITE, "v3": V3, "rope": PLAIN_ROPE}
 
 

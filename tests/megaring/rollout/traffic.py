@@ -151,5 +151,8 @@ def check_consistent(runner: Runner) -> None:
     assert len(np.unique(units)) == len(units)
     weights = runner.room.layer_units(runner.layout, np.zeros(runner.ranks.size, int))[runner.ranks.rank]
     prepared = runner._switcher.prepared
-    in_transit = prepared.transit_units if prepared else 0
+    in_transit = 0
+    if prepared:
+        in_transit += sum(map(len, prepared._incoming))
+        in_transit += len(runner.projections.foreign_units(0)) if prepared.manifest.weight_transfers else 0
     assert runner.arena.used == in_transit + len(units) + runner.shape.layers * weights
