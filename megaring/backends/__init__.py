@@ -1,7 +1,8 @@
 """The ways to attend across ranks, fastest first, and the choice among them.
 
 A backend is a module with ``refusal(request) -> str | None``, why it cannot serve a request, and
-``attend(request) -> (out, lse)``. It is imported when it is first considered.
+``attend(request) -> (out, lse)``; it may have ``reservation(request) -> str | None``, why ``auto`` should pass it over.
+It is imported when it is first considered.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def choose(name: str, request: Request) -> Choice:
     for candidate in MODULES if name == "auto" else (name,):
         module = importlib.import_module(MODULES[candidate])
         reason = module.refusal(request)
+        if reason is None and name == "auto" and hasattr(module, "reservation"):
+            reason = module.reservation(request)
         if reason is None:
             return Choice(candidate, module, tuple(refusals))
         refusals.append(f"{candidate}: {reason}")

@@ -1,4 +1,4 @@
-"""Attention in one launch of the project's own kernel: Hopper GPUs of one node, forward only for now.
+"""Attention in one launch of the project's own kernels, forward and backward: Hopper GPUs of one node.
 
 CUDA graphs: make the call once on the stream that the capture will use, so that plan and arena exist, then capture it,
 and hold the shards (``megaring.to_device``) for as long as the graph is replayed: its plan lives with them. A graph may
@@ -6,7 +6,8 @@ be replayed on any stream, but not beside another call or graph made on the same
 replay it, like any other call.
 
 A step that splits sequences needs an arena, in which ranks receive each other's keys and values: ``8 * Hkv * D`` bytes
-for every token of split sequences that a rank does not hold itself. It is made at the first such call and again when a
+for every token of split sequences that a rank does not hold itself and, where gradients are wanted, another
+``8 * Hkv * D`` for every one that it holds. It is made at the first such call and again when a
 step needs a larger one, by all ranks together; ``reserve`` makes it ahead.
 """
 
@@ -23,15 +24,21 @@ import torch.distributed as dist
 from megaring.backends import Request
 from megaring.device_shards import DeviceShards
 from megaring.errors import UserError
-from megaring.kernels.arena import TILE, ArenaLayout
+from megaring.kernels.arena import TILE, ArenaLayout, Domain
 from megaring.kernels.arguments import DOMAIN_RANKS
-from megaring.kernels.domains import Domains, refuse_capture
+from megaring.kernels.backward_plan import BackwardPlan, alone, choose_heads_per_task, most_slots, plan_backward
+from megaring.kernels.domains import WORDS, Domains, refuse_capture
+from megaring.kernels.driver import multiprocessors
 from megaring.kernels.forward_plan import arena_tiles, plan_forward
+from megaring.kernels.megaring_backward import backward_to_device
 from megaring.kernels.megaring_forward import SEND_BYTES, to_device
 from megaring.kernels.ops import Launch, Site
 
 HEAD_DIMS = (64, 128)
+UNORDERED = "its backward adds in no fixed order; train deterministically with another backend"
 DTYPES = (torch.bfloat16, torch.float16)
+
+Heads = tuple[int, int, int]  # query heads, KV heads, head dimension
 
 _domains = Domains()
 _launch = Launch()
@@ -42,15 +49,15 @@ def refusal(request: Request) -> str | None:
 
     Collective at the first request of a process group that splits sequences.
     """
-    q, k, v = request.q, request.k, request.v
+    q, k = request.q, request.k
     if (reason := _machine_refusal(q.device)) is not None:
         return reason
     if q.dtype not in DTYPES:
         return f"it takes bf16 or fp16, not {q.dtype}"
     if q.shape[2] not in HEAD_DIMS:
         return f"it takes a head dimension of 64 or 128, not {q.shape[2]}"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return "it is forward-only until it has a backward: use it under torch.no_grad, or train with another backend"
+    if request.deterministic and _wants_gradients(request):
+        return UNORDERED
     if not request.shards.derive(_splits):
         return None
     if request.shards.shards.ranks > DOMAIN_RANKS:
@@ -60,35 +67,57 @@ def refusal(request: Request) -> str | None:
     return _domains.refusal(request.group, q.device)
 
 
+def start_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+    """Why training with these settings cannot use this backend, or None: what is known before the first call."""
+    if (reason := _machine_refusal(device)) is not None:
+        return reason.replace(f"and q is on {device}", f"not {device}")
+    if dtype not in DTYPES:
+        return f"it takes bf16 or fp16, not {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"it takes a head dimension of 64 or 128, not {head_dim}"
+    return UNORDERED if deterministic else None
+
+
+def reservation(request: Request) -> str | None:
+    """Why ``auto`` passes this backend over for a request that it takes, or None."""
+    if request.shards.derive(_splits):
+        return "it has not been run on several GPUs yet, and this step splits sequences; ask for it by name to use it"
+    return None
+
+
 def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[t, Hq, D]`` and LSE ``[t, Hq]`` of a request that ``refusal`` takes.
 
     Raises UserError at the first call of a placement inside a CUDA-graph capture, and PeerTimeout when an earlier call
     had to stop.
     """
-    kv_heads, head_dim = request.k.shape[1:]
-    found = site(request.shards, kv_heads, head_dim, causal=request.causal, group=request.group)
-    return torch.ops.megaring.forward(
-        request.q.detach(), request.k.detach(), request.v.detach(), found.number, request.softmax_scale
+    found = site(
+        request.shards,
+        (request.q.shape[1], *request.k.shape[1:]),
+        causal=request.causal,
+        group=request.group,
+        gradients=_wants_gradients(request),
     )
+    return torch.ops.megaring.forward(request.q, request.k, request.v, found.number, request.softmax_scale)
 
 
 def site(
     shards: DeviceShards,
-    kv_heads: int,
-    head_dim: int,
+    heads: Heads,
     *,
     causal: bool = True,
     group: dist.ProcessGroup | None = None,
+    gradients: bool = False,
 ) -> Site:
     """What calls on the current stream need besides tensors; its number is an argument of ``megaring::forward``.
 
-    Made at the first call for a stream and kept by the shards. Collective when the arena has to be made or to grow.
+    heads: query heads, KV heads, head dimension. gradients: whether the calls may be differentiated. Made at the first
+    call for a stream and kept by the shards. Collective when the arena has to be made or to grow.
     """
     stream = torch.cuda.current_stream(shards.device).cuda_stream
     if not shards.derive(_splits):
-        return shards.derive(_whole_site, causal, stream, _launch)
-    return shards.derive(_shared_site, causal, stream, _launch, group, kv_heads, head_dim, _domains.generation)
+        return shards.derive(_whole_site, causal, stream, _launch, heads if gradients else None)
+    return shards.derive(_shared_site, causal, stream, _launch, heads, gradients, group, _domains.generation)
 
 
 def configure(*, timeout_s: float = 60.0, reserved_sms: int = 0) -> None:
@@ -140,11 +169,33 @@ def _splits(shards: DeviceShards) -> bool:
     return any(group.size > 1 for group in shards.shards.placement.groups)
 
 
-def _whole_site(shards: DeviceShards, causal: bool, stream: int, launch: Launch) -> Site:
-    """Nothing is split, so each rank is a domain of its own."""
+def _wants_gradients(request: Request) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, request.k, request.v))
+
+
+def _whole_site(shards: DeviceShards, causal: bool, stream: int, launch: Launch, heads: Heads | None) -> Site:
+    """Nothing is split, so each rank is a domain of its own. heads: where gradients are wanted."""
     refuse_capture()
-    plan = dataclasses.replace(plan_forward(shards.shards, causal=causal), rank=0, ranks=1)
-    return Site(to_device(plan, shards.device), _domains.local(shards.device, stream), launch)
+    if heads is None:
+        plan = dataclasses.replace(plan_forward(shards.shards, causal=causal), rank=0, ranks=1)
+        return Site(to_device(plan, shards.device), _domains.local(shards.device, stream), launch)
+    heads_per_task, sum_all = _tasks(shards, launch, heads)
+    gradients = alone(plan_backward(shards.shards, causal=causal, sum_all=sum_all))
+    layout = ArenaLayout(0, *heads[1:], gradients.slots) if gradients.slots else WORDS
+    return _site(shards, _domains.local(shards.device, stream, layout), launch, gradients, heads_per_task)
+
+
+def _site(shards: DeviceShards, domain: Domain, launch: Launch, gradients: BackwardPlan, heads_per_task: int) -> Site:
+    on_device = backward_to_device(gradients, None, shards.device)
+    return Site(on_device.forward, domain, launch, on_device, heads_per_task)
+
+
+def _tasks(shards: DeviceShards, launch: Launch, heads: Heads) -> tuple[int, bool]:
+    """Query heads per task, and whether whole sequences are summed in fp32 because several tasks share their keys."""
+    query_heads, kv_heads, _ = heads
+    workers = multiprocessors(shards.device.index) - launch.reserved_sms
+    chosen = choose_heads_per_task(shards.shards.placement, query_heads, kv_heads, workers)
+    return chosen, chosen < query_heads // kv_heads
 
 
 def _shared_site(
@@ -152,12 +203,18 @@ def _shared_site(
     causal: bool,
     stream: int,
     launch: Launch,
+    heads: Heads,
+    gradients: bool,
     group: dist.ProcessGroup,
-    kv_heads: int,
-    head_dim: int,
     generation: int,
 ) -> Site:
     refuse_capture()
-    layout = ArenaLayout(arena_tiles(shards.shards, causal), kv_heads, head_dim)
+    layout = ArenaLayout(arena_tiles(shards.shards, causal), *heads[1:])
+    if not gradients:
+        domain = _domains.shared(group, shards.device, stream, layout)
+        return Site(to_device(plan_forward(shards.shards, causal=causal), shards.device), domain, launch)
+    heads_per_task, sum_all = _tasks(shards, launch, heads)
+    layout = dataclasses.replace(layout, slots=most_slots(shards.shards, sum_all))
     domain = _domains.shared(group, shards.device, stream, layout)
-    return Site(to_device(plan_forward(shards.shards, causal=causal), shards.device), domain, launch)
+    plan = plan_backward(shards.shards, causal=causal, sum_all=sum_all)
+    return _site(shards, domain, launch, plan, heads_per_task)

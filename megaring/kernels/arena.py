@@ -9,6 +9,7 @@ import torch
 
 from megaring.errors import UserError
 from megaring.kernels.arguments import CONTROL_BYTES, DOMAIN_RANKS, LAUNCH_RANKS, RECORD_WORDS
+from megaring.kernels.workspace import Workspace
 
 TILE = 128
 ALIGNMENT = 1024
@@ -84,6 +85,16 @@ class Domain:
         self.device = device
         self.arenas = list(arenas)
         self.record = torch.zeros(len(local), RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._workspace: Workspace | None = None
+
+    def workspace(self, query_tiles: int, query_heads: int, head_dim: int) -> Workspace:
+        """Scratch memory for backward calls of a domain with one local rank; grows when a step needs more.
+
+        Raises UserError when it would have to grow inside a CUDA-graph capture.
+        """
+        if self._workspace is None or not self._workspace.fits(query_tiles, query_heads, head_dim):
+            self._workspace = Workspace.make(query_tiles, query_heads, head_dim, self.device)
+        return self._workspace
 
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The tiles of one arena as ``[2 buffers x (K, V) x rows, kv_heads, head_dim]``."""

@@ -7,15 +7,17 @@ range: a sequence's front chunk comes directly before its back chunk, and keys t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from buddyring.placement import Placement
 from buddyring.shards import Shards
 from buddyring.zigzag import chunk_bounds
 from megaring.kernels.forward_plan import TILE, ForwardPlan, arena_places, plan_forward, remote_chunks
 
 QUERY_TILE = 64
+LONGEST_SHARE = 0.6
 ENDED_MARGIN = 1.2  # a task is taken to have ended after this many times its share of the workers' time
 CHUNK_TILES = 16  # query tiles that are prepared and converted at once; as in csrc/backward_arguments.cuh
 
@@ -165,6 +167,33 @@ def queue_items(plan: BackwardPlan, groups: int, workers: int) -> np.ndarray:
     return items[np.argsort(when, kind="stable")].astype(np.int32)
 
 
+def alone(plan: BackwardPlan) -> BackwardPlan:
+    """The same call on a rank that is a domain of its own, which it can be where nothing is split."""
+    key_tasks = plan.key_tasks.copy()
+    key_tasks[:, 2] = 0
+    return replace(plan, forward=replace(plan.forward, rank=0, ranks=1), key_tasks=key_tasks)
+
+
+def most_slots(shards: Shards, sum_all: bool) -> int:
+    """Slots of the rank that needs most, which all ranks' arenas have."""
+    return max(_num_slots(shards.peer(rank), sum_all) for rank in range(shards.ranks))
+
+
+def choose_heads_per_task(placement: Placement, query_heads: int, kv_heads: int, workers: int) -> int:
+    """Query heads per task: as many as share a KV head, fewer where tasks would be too few to share out evenly.
+
+    The longest task's query tiles are kept below ``LONGEST_SHARE`` of what a worker has to do on average, in tiles of
+    keys times tiles of queries over all sequences of the step. Depends on nothing that differs between ranks.
+    """
+    sizes = [group.size for group in placement.groups]
+    tiles = [(length / size / QUERY_TILE, length / TILE) for length, size in zip(placement.lengths, sizes, strict=True)]
+    mean = query_heads * sum(queries * keys / 2 for queries, keys in tiles) / placement.ranks / workers
+    longest = max((queries for queries, _ in tiles), default=0.0)
+    ratio = query_heads // kv_heads
+    fitting = (heads for heads in range(ratio, 1, -1) if ratio % heads == 0 and longest * heads <= LONGEST_SHARE * mean)
+    return next(fitting, 1)
+
+
 @dataclass(frozen=True)
 class _Sequence:
     """One held sequence. own: its two chunks here; starts, spans: their packed rows; lengths: of all its chunks."""
@@ -220,6 +249,11 @@ def _slots(shards: Shards) -> dict[int, np.ndarray]:
             used += -(-span // TILE)
         found[int(shards.sequences[held])] = places
     return found
+
+
+def _num_slots(shards: Shards, sum_all: bool) -> int:
+    spans = (shards.chunks[:, :, 1] - shards.chunks[:, :, 0])[(shards.groups[:, 1] > 1) | sum_all]
+    return int((-(-spans // TILE)).sum())
 
 
 def _tiles(start: int, span: int, size: int) -> np.ndarray:

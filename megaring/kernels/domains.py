@@ -15,6 +15,7 @@ from megaring.errors import UserError
 from megaring.kernels.arena import ArenaLayout, Domain, LocalDomain
 from megaring.kernels.symmetric import SymmetricDomain, barrier, gather_seats, seats_refusal
 
+WORDS = ArenaLayout(tiles=0, kv_heads=1, head_dim=64)
 GROWTH_TILES = 64  # sizes are multiples of this, so that similar steps share one arena
 
 
@@ -35,12 +36,13 @@ class Domains:
         self._made: dict[_Key, Domain] = {}
         self._refusals: dict[tuple[dist.ProcessGroup, torch.device], str | None] = {}
 
-    def local(self, device: torch.device, stream: int) -> Domain:
-        """The domain of this process alone: only the words of its queue."""
-        key = _Key(None, device, stream, 1, 64)
-        if key not in self._made:
+    def local(self, device: torch.device, stream: int, layout: ArenaLayout = WORDS) -> Domain:
+        """The domain of this process alone: the words of its queue, and the slots of ``layout`` if it has any."""
+        key = _Key(None, device, stream, layout.kv_heads, layout.head_dim)
+        found = self._made.get(key)
+        if found is None or found.layout.slots < layout.slots:
             refuse_capture()
-            self._made[key] = LocalDomain(1, ArenaLayout(tiles=0, kv_heads=1, head_dim=64), device)
+            self._made[key] = LocalDomain(1, replace(layout, slots=_rounded(layout.slots)), device)
         return self._made[key]
 
     def shared(self, group: dist.ProcessGroup, device: torch.device, stream: int, layout: ArenaLayout) -> Domain:

@@ -10,11 +10,12 @@ import torch
 
 from megaring.errors import UserError
 from megaring.kernels import specialisations
-from megaring.kernels.arena import LocalDomain
+from megaring.kernels.arena import Domain
 from megaring.kernels.arguments import BackwardArguments, TensorMap
 from megaring.kernels.backward_plan import CHUNK_TILES, QUERY_TILE, BackwardPlan, queue_items
 from megaring.kernels.driver import load, multiprocessors, tensor_map
 from megaring.kernels.megaring_forward import DevicePlan, RankCall, check_calls, pack, to_device
+from megaring.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,28 +35,6 @@ class DeviceBackwardPlan:
         if key not in self._queues:
             self._queues[key] = torch.from_numpy(queue_items(self.plan, *key)).to(self.key_tasks.device)
         return self._queues[key]
-
-
-@dataclass(frozen=True, eq=False)
-class Workspace:
-    """What a backward call of one rank needs besides; calls on one stream can share it, whatever their placements.
-
-    statistics: ``[2, Hq, query tiles * 64]`` float32. query_sums: ``[Hq, query tiles, 64 * D]`` float32, zero between
-    calls. counters: ``[2, query chunks, Hq]`` int32, likewise. After a call that had to stop they are no longer zero
-    and have to be made anew, as the arena has to.
-    """
-
-    statistics: torch.Tensor
-    query_sums: torch.Tensor
-    counters: torch.Tensor
-
-    @classmethod
-    def make(cls, query_tiles: int, query_heads: int, head_dim: int, device: torch.device) -> Workspace:
-        """One for calls of up to ``query_tiles`` query tiles."""
-        statistics = torch.empty(2 * query_heads * query_tiles * QUERY_TILE, dtype=torch.float32, device=device)
-        sums = torch.zeros(query_tiles * query_heads * QUERY_TILE * head_dim, dtype=torch.float32, device=device)
-        counters = torch.zeros(2 * -(-query_tiles // CHUNK_TILES) * query_heads, dtype=torch.int32, device=device)
-        return cls(statistics, sums, counters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +61,7 @@ def backward_to_device(plan: BackwardPlan, forward: DevicePlan | None, device: t
 
 
 def megaring_backward(
-    domain: LocalDomain,
+    domain: Domain,
     calls: Sequence[BackwardCall],
     *,
     softmax_scale: float,
@@ -153,7 +132,7 @@ def _pack(target, call: BackwardCall, groups: int, workers: int) -> None:
     target.counters = workspace.counters.data_ptr()
 
 
-def _check(domain: LocalDomain, call: BackwardCall, heads_per_task: int, ratio: int) -> None:
+def _check(domain: Domain, call: BackwardCall, heads_per_task: int, ratio: int) -> None:
     plan, forward, gradient = call.plan.plan, call.forward, call.output_gradient
     if heads_per_task < 1 or ratio % heads_per_task:
         raise UserError(f"{heads_per_task} query heads per task do not divide the {ratio} that share a KV head")
@@ -172,9 +151,5 @@ def _check(domain: LocalDomain, call: BackwardCall, heads_per_task: int, ratio: 
     for name, found, like in (("dq", call.dq, forward.q), ("dk", call.dk, forward.k), ("dv", call.dv, forward.v)):
         if found.shape != like.shape or found.dtype != like.dtype or not found.is_contiguous():
             raise UserError(f"{name} must be contiguous and shaped as its input")
-    needed = len(plan.query_tiles) * forward.q.shape[1] * QUERY_TILE
-    if (
-        call.workspace.statistics.numel() < 2 * needed
-        or call.workspace.query_sums.numel() < needed * forward.q.shape[2]
-    ):
+    if not call.workspace.fits(len(plan.query_tiles), *forward.q.shape[1:]):
         raise UserError(f"the workspace is too small for {len(plan.query_tiles)} query tiles; make a larger one")

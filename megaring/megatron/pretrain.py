@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from buddyring import Placement
 from buddyring.draw import DrawingError, draw_placement
+from megaring.backends import fused
 from megaring.data.loader import Evaluation, Loader, LoaderConfig
 from megaring.data.microbatch import Microbatch
 from megaring.errors import UserError
@@ -49,6 +50,7 @@ def pretrain(run: Run) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notices of its own deprecations, once per rank
     if dist.get_rank() == 0:
         logging.getLogger("megaring").setLevel(logging.INFO)
+    _check_backend(run, device)
     trainer = _Trainer(run, device)
     try:
         trainer.train()
@@ -56,6 +58,15 @@ def pretrain(run: Run) -> None:
         trainer.close()
     dist.barrier()  # nobody leaves while a peer still writes
     parallel.stop()
+
+
+def _check_backend(run: Run, device: torch.device) -> None:
+    if run.parallel.attention_backend != "fused":
+        return
+    dtype = torch.bfloat16 if run.model.bf16 else torch.float32
+    reason = fused.start_refusal(device, dtype, run.model.kv_channels, run.parallel.deterministic_mode)
+    if reason is not None:
+        raise UserError(f"--attention-backend fused cannot train here: {reason}; use auto or ring")
 
 
 class _Trainer:

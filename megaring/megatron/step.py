@@ -26,6 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megaring.backends import fused
 from megaring.data.microbatch import Microbatch
 from megaring.megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from megaring.megatron.loss import Targets, sum_losses, target_losses, unwrap
@@ -114,6 +115,8 @@ class TrainStep:
             if dist.get_rank() == 0:
                 logger.warning("no token of this step is a target: its loss is 0 and nothing is updated")
         else:
+            if self.device.type == "cuda":
+                fused.check()  # before gradients of an attention call that had to stop are used
             _require_finite("loss", loss / targets)
             _, norm, _ = self.optimizer.step()
             grad_norm = float(norm or 0.0)

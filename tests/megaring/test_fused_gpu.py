@@ -5,10 +5,12 @@ import shutil
 import pytest
 import torch
 from attention_cases import Case, gather_rows, make_inputs, place_rows, relative_error, whole_attention
+from torch.utils.checkpoint import checkpoint
 
 import megaring
 from buddyring import Placement
 from megaring.backends import fused
+from megaring.device_shards import to_device
 from megaring.kernels.arena import PeerTimeout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -67,15 +69,99 @@ def test_against_fp64_and_the_reference(heads, head_dim, dtype, causal):
     assert relative_error(lse[:tokens], reference_lse[:tokens]) <= LSE_LIMIT
 
 
-def test_auto_takes_it_without_gradients_and_the_ring_with_them():
+def test_auto_takes_it_unless_gradients_have_to_be_deterministic():
     held = shards()
     q, k, v = packed(make_inputs(sum(LENGTHS), (4, 2), 64, torch.bfloat16), held)
     q, k, v = (x.nan_to_num().requires_grad_() for x in (q, k, v))
     assert torch.equal(run(q, k, v, held)[0], run(q, k, v, held, backend="fused")[0])
-    megaring.attention(q, k, v, held).sum().backward()
-    assert q.grad is not None and q.grad.isfinite().all()
-    with pytest.raises(ValueError, match="forward-only until it has a backward"):
-        megaring.attention(q, k, v, held, backend="fused")
+    with pytest.raises(ValueError, match="its backward adds in no fixed order"):
+        megaring.attention(q, k, v, held, backend="fused", deterministic=True)
+    megaring.attention(q, k, v, held, deterministic=True).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def differentiated(inputs, held, **options):
+    """dq, dk, dv of a step on one rank, and its output."""
+    leaves = [x.requires_grad_() for x in packed(inputs, held)]
+    gradient = leaves[0].new_full(leaves[0].shape, float("nan"))
+    gradient[: held.num_tokens] = inputs.dout[torch.tensor(held.tokens)].to(gradient)
+    out = megaring.attention(*leaves, held, backend="fused", **options)
+    out.backward(gradient)
+    return [leaf.grad for leaf in leaves], out
+
+
+def check_gradients(found, inputs, held, limit, **options):
+    wide = [x.double().requires_grad_() for x in inputs.tensors()[:3]]
+    out, _ = whole_attention(*wide, held.placement.lengths, **options)
+    wanted = torch.autograd.grad(out, wide, inputs.dout.double())
+    order = torch.tensor(held.tokens)
+    for ours, right in zip(found, wanted, strict=True):
+        assert relative_error(ours[: held.num_tokens].cpu(), right[order]) <= limit
+        assert not ours[held.num_tokens :].any(), "rows of no sequence take no gradient"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (5, 1), (12, 4)], ids=str)
+def test_gradients_against_fp64(heads, head_dim, dtype, causal):
+    held = shards()
+    inputs = make_inputs(sum(LENGTHS), heads, head_dim, dtype)
+    found, _ = differentiated(inputs, held, causal=causal)
+    check_gradients(found, inputs, held, 1.5 * LIMITS[dtype], causal=causal)
+
+
+def test_tasks_of_fewer_heads_are_chosen_where_tasks_are_few_and_give_the_same():
+    held = shards((3000,), rank_multiple=1)
+    site = fused.site(to_device(held, "cuda"), (8, 1, 128), gradients=True)
+    assert site.heads_per_task == 1 and site.gradients.plan.sum_all
+    inputs = make_inputs(3000, (8, 1), 128, torch.bfloat16)
+    found, _ = differentiated(inputs, held)
+    check_gradients(found, inputs, held, 6e-3)
+
+
+def test_two_steps_in_one_graph_and_recompute():
+    held, other = shards(), shards((500, 450), rank_multiple=64)
+    inputs = make_inputs(sum(LENGTHS), (4, 2), 64, torch.bfloat16)
+    x = packed(inputs, held)[0].nan_to_num()
+
+    def layers(x, recompute):
+        k, v = x[:, ::2].contiguous(), x[:, 1::2].contiguous()
+        for step in (held, other, held):
+            call = lambda q, step=step: megaring.attention(q, k, v, step, backend="fused")  # noqa: E731
+            x = checkpoint(call, x, use_reentrant=False) if recompute else call(x)
+        return x
+
+    assert other.rows == held.rows
+    found = []
+    for recompute in (False, True):
+        leaf = x.clone().requires_grad_()
+        layers(leaf, recompute).sum().backward()
+        found.append(leaf.grad)
+    assert found[0].isfinite().all() and found[0].any()
+    assert relative_error(found[1], found[0].double()) <= 1e-4, "only the order of fp32 additions may differ"
+
+
+def test_a_graph_replays_forward_and_backward():
+    held = shards()
+    inputs = make_inputs(sum(LENGTHS), (4, 2), 128, torch.bfloat16)
+    leaves = [x.nan_to_num().requires_grad_() for x in packed(inputs, held)]
+    gradient = torch.randn_like(leaves[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager = torch.autograd.grad(megaring.attention(*leaves, held, backend="fused"), leaves, gradient)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = torch.autograd.grad(megaring.attention(*leaves, held, backend="fused"), leaves, gradient)
+    for _ in range(3):
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for ours, right in zip(captured, eager, strict=True):
+            assert relative_error(ours, right.double()) <= 1e-4
 
 
 @pytest.mark.parametrize("kind", ["sliced", "heads first", "odd start", "tokens only"])
@@ -152,7 +238,7 @@ def test_a_compiled_layer_calls_the_operator():
     held = megaring.to_device(shards(), "cuda")
     inputs = make_inputs(sum(LENGTHS), (8, 2), 128, torch.bfloat16)
     q, k, v = (x.nan_to_num() for x in packed(inputs, held.shards))
-    site = fused.site(held, 2, 128)
+    site = fused.site(held, (4, 2, 128))
 
     def layer(q, k, v):
         return torch.ops.megaring.forward(q * 1.0, k, v, site.number, 128**-0.5)[0] * 2.0

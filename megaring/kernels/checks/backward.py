@@ -15,8 +15,9 @@ from megaring.kernels.backward_plan import plan_backward
 from megaring.kernels.checks.calls import packed
 from megaring.kernels.checks.forward import Case
 from megaring.kernels.checks.units import relative_error
-from megaring.kernels.megaring_backward import BackwardCall, Workspace, backward_to_device, megaring_backward
+from megaring.kernels.megaring_backward import BackwardCall, backward_to_device, megaring_backward
 from megaring.kernels.megaring_forward import RankCall, megaring_forward
+from megaring.kernels.workspace import Workspace
 
 FLOOR = 1e-3
 NAMES = ("dq", "dk", "dv")

@@ -29,7 +29,17 @@ def hopper(monkeypatch):
     fused._machine_refusal.cache_clear()
 
 
-def request(placement, rank=0, *, heads=(4, 2), head_dim=128, dtype=torch.bfloat16, gradients=False, group=None):
+def request(
+    placement,
+    rank=0,
+    *,
+    heads=(4, 2),
+    head_dim=128,
+    dtype=torch.bfloat16,
+    gradients=False,
+    deterministic=False,
+    group=None,
+):
     shards = placement.shards(rank)
     empty = torch.empty(0)
     on_gpu = DeviceShards(shards, GPU, empty, empty, empty)
@@ -37,7 +47,7 @@ def request(placement, rank=0, *, heads=(4, 2), head_dim=128, dtype=torch.bfloat
         torch.empty(shards.rows, count, head_dim, dtype=dtype, device=GPU, requires_grad=gradients)
         for count in (heads[0], heads[1], heads[1])
     )
-    return Request(q, k, v, on_gpu, group, head_dim**-0.5, True, False)
+    return Request(q, k, v, on_gpu, group, head_dim**-0.5, True, deterministic)
 
 
 ONE = Placement.from_groups([300, 20], 1, [(0, 1), (0, 1)])
@@ -54,7 +64,7 @@ def test_it_takes_what_the_kernel_takes(hopper):
     [
         ({"dtype": torch.float32}, "it takes bf16 or fp16, not torch.float32"),
         ({"head_dim": 96}, "it takes a head dimension of 64 or 128, not 96"),
-        ({"gradients": True}, "it is forward-only until it has a backward: use it under torch.no_grad"),
+        ({"gradients": True, "deterministic": True}, "its backward adds in no fixed order"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_refused_by_name(hopper, changes, reason):
@@ -63,9 +73,19 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(hopper, changes, reason)
         backends.choose("fused", request(ONE, **changes))
 
 
-def test_inputs_that_want_gradients_are_taken_under_no_grad(hopper):
+def test_gradients_are_taken_and_deterministic_ones_refused_only_where_wanted(hopper):
+    assert fused.refusal(request(ONE, gradients=True)) is None
+    assert fused.refusal(request(ONE, deterministic=True)) is None, "the forward is bit-equal from call to call"
     with torch.no_grad():
-        assert fused.refusal(request(ONE, gradients=True)) is None
+        assert fused.refusal(request(ONE, gradients=True, deterministic=True)) is None
+
+
+def test_what_is_known_at_the_start_of_training_is_told_then(hopper):
+    assert fused.start_refusal(GPU, torch.bfloat16, 128, False) is None
+    assert fused.start_refusal(GPU, torch.float32, 128, False) == "it takes bf16 or fp16, not torch.float32"
+    assert fused.start_refusal(GPU, torch.bfloat16, 32, False) == "it takes a head dimension of 64 or 128, not 32"
+    assert fused.start_refusal(GPU, torch.bfloat16, 64, True).startswith("its backward adds in no fixed order")
+    assert fused.start_refusal(torch.device("cpu"), torch.bfloat16, 64, False) == "it needs a Hopper GPU, not cpu"
 
 
 @pytest.mark.parametrize(("capability", "device"), [((8, 0), "cuda:0"), ((10, 0), "cuda:0")])
@@ -74,11 +94,11 @@ def test_another_gpu_is_refused(hopper, monkeypatch, capability, device):
     assert fused.refusal(request(ONE)) == f"it needs a Hopper GPU, and q is on {device}"
 
 
-def test_auto_prefers_it_and_says_why_not_when_gradients_are_wanted(hopper):
+def test_auto_prefers_it_with_gradients_too_unless_they_have_to_be_deterministic(hopper):
     assert backends.choose("auto", request(ONE)).name == "fused"
-    with_gradients = backends.choose("auto", request(ONE, gradients=True))
-    assert with_gradients.name == "ring"
-    assert with_gradients.refusals[0].startswith("fused: it is forward-only")
+    assert backends.choose("auto", request(ONE, gradients=True)).name == "fused"
+    ordered = backends.choose("auto", request(ONE, gradients=True, deterministic=True))
+    assert ordered.name == "ring" and ordered.refusals[0].startswith("fused: its backward adds in no fixed order")
 
 
 SPLIT = Placement.from_groups([300, 20], 4, [(0, 2), (3, 1)])
@@ -109,6 +129,13 @@ def test_a_step_that_splits_sequences_asks_once_where_its_ranks_are(hopper, seat
     assert seats.asked == ["group"]
 
 
+def test_auto_passes_it_over_where_sequences_are_split(hopper, seats):
+    assert backends.choose("fused", request(SPLIT, group="group", gradients=True)).name == "fused"
+    passed_over = backends.choose("auto", request(SPLIT, group="group"))
+    assert passed_over.name == "ring"
+    assert passed_over.refusals[0].startswith("fused: it has not been run on several GPUs yet")
+
+
 @pytest.mark.parametrize(
     ("seat", "reason"),
     [
@@ -127,7 +154,7 @@ def test_ranks_that_cannot_reach_each_other_are_refused_by_all(hopper, seats, se
     [
         (SPLIT, {"heads": (128, 128)}, "it sends at most 64 KV heads of 128, not 128"),
         (Placement.from_groups([300], 32, [(0, 2)]), {}, "it splits sequences over at most 16 ranks, not 32"),
-        (SPLIT, {"gradients": True}, "it is forward-only"),
+        (SPLIT, {"gradients": True, "deterministic": True}, "its backward adds in no fixed order"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anybody_is_asked(hopper, seats, placement, changes, reason):

@@ -1,9 +1,11 @@
 """The operator without a GPU: what it passes to the launcher, its fake implementation, graphs that hold it."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch._subclasses import FakeTensorMode
 
 from buddyring.placement import Placement
@@ -11,7 +13,9 @@ from megaring.backends import fused
 from megaring.device_shards import to_device as shards_to_device
 from megaring.errors import UserError
 from megaring.kernels import ops
+from megaring.kernels.backward_plan import plan_backward
 from megaring.kernels.forward_plan import plan_forward
+from megaring.kernels.megaring_backward import backward_to_device
 from megaring.kernels.megaring_forward import to_device
 from megaring.kernels.ops import Launch, Site
 
@@ -187,11 +191,85 @@ def test_a_graph_survives_functionalisation(site, launches):
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(q, k, v), q + 1)
 
 
-def test_a_gradient_is_an_error_and_not_a_zero(site, launches):
+@pytest.fixture
+def trained_site():
+    """A site whose calls may be differentiated, and its notes of backward launches."""
+    placement = Placement.from_groups([30, 15], 1, [(0, 1), (0, 1)], rank_multiple=16)
+    plan = backward_to_device(plan_backward(placement.shards(0)), None, CPU)
+    domain = SimpleNamespace(workspace=lambda *shape: shape)
+    return Site(plan.forward, domain, Launch(timeout_s=3.0, reserved_sms=4), plan, heads_per_task=2)
+
+
+@pytest.fixture
+def backward_launches(monkeypatch, launches):
+    """Runs both operators on CPU tensors; the backward's launcher notes what it gets and writes known values."""
+    seen = []
+
+    def launch(domain, calls, **options):
+        (call,) = calls
+        seen.append((domain, call, options))
+        call.dq.copy_(call.output_gradient * 2)
+        call.dk.copy_(call.forward.k * 3)
+        call.dv.copy_(call.forward.v * 4)
+
+    monkeypatch.setattr(ops, "megaring_backward", launch)
+    with torch.library._scoped_library("megaring", "IMPL") as library:
+        library.impl("backward", ops.differentiate, "CPU")
+        yield seen
+
+
+def test_a_gradient_reaches_the_launcher_and_comes_back(trained_site, backward_launches):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, lse = forward(q, k, v, trained_site.number, 0.5)
+    assert out.requires_grad and not lse.requires_grad
+    gradient = torch.randn(ROWS, 64, 4).bfloat16().transpose(1, 2)  # columns that the copy engine cannot address
+    out.backward(gradient)
+    ((domain, call, options),) = backward_launches
+    assert domain is trained_site.domain and call.plan is trained_site.gradients
+    assert options == {"softmax_scale": 0.5, "heads_per_task": 2, "timeout_s": 3.0, "reserved_sms": 4}
+    assert call.workspace == (2, 4, 64), "query tiles, query heads, head dimension"
+    assert torch.equal(call.forward.out, out) and torch.equal(call.forward.lse, lse)
+    assert call.output_gradient.is_contiguous() and torch.equal(call.output_gradient, gradient)
+    assert torch.equal(q.grad, gradient * 2) and torch.equal(k.grad, k * 3) and torch.equal(v.grad, v * 4)
+
+
+def test_calls_of_two_steps_are_differentiated_in_reverse_order(trained_site, backward_launches):
+    other = Site(trained_site.plan, trained_site.domain, gradients=trained_site.gradients)
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, _ = forward(q, k, v, trained_site.number, 0.5)
+    out, _ = forward(out, k, v, other.number, 0.25)
+    out.sum().backward()
+    assert [options["softmax_scale"] for _, _, options in backward_launches] == [0.25, 0.5]
+
+
+def test_recompute_differentiates_the_second_call(trained_site, launches, backward_launches):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    layer = lambda *x: forward(*x, trained_site.number, 0.5)[0]  # noqa: E731
+    out = torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False)
+    out.sum().backward()
+    assert len(launches) == 2 and len(backward_launches) == 1
+
+
+def test_a_site_without_gradients_is_named_when_one_is_asked_of_it(site, backward_launches):
     q, k, v = tensors()
     out, _ = forward(q.requires_grad_(), k, v, site.number, 0.5)
-    with pytest.raises(NotImplementedError, match=r"no backward yet; call it under torch\.no_grad"):
+    with pytest.raises(UserError, match=f"attention site {site.number} was made for calls without gradients"):
         out.sum().backward()
+
+
+def test_the_fake_gradients_have_the_shapes_of_the_real_ones(trained_site):
+    with FakeTensorMode():
+        q, k, v = tensors("cuda")
+        out, lse = forward(q, k, v, trained_site.number, 0.5)
+        found = torch.ops.megaring.backward(out, q, k, v, out, lse, trained_site.number, 0.5)
+    assert [(x.shape, x.dtype, x.device.type) for x in found] == [(x.shape, x.dtype, "cuda") for x in (q, k, v)]
+
+
+def test_a_compiled_layer_is_differentiated(trained_site, backward_launches):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    layer = torch.compile(lambda *x: forward(*x, trained_site.number, 0.5)[0] * 2, backend="aot_eager", fullgraph=True)
+    layer(q, k, v).sum().backward()
+    assert len(backward_launches) == 1 and torch.equal(q.grad, torch.full_like(q, 4))
 
 
 def test_the_backend_keeps_one_site_for_all_layers(launches, monkeypatch):

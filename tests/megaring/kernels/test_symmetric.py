@@ -190,7 +190,7 @@ def call_on_a_split_step(rank, world_size, folder):
         with torch.library._scoped_library("megaring", "IMPL") as library:
             library.impl("forward", ops.attend, "CPU")
             fused.attend(request)
-            first = fused.site(shards, 2, 64, group=dist.group.WORLD)
+            first = fused.site(shards, (4, 2, 64), group=dist.group.WORLD)
             fused.configure(timeout_s=2.0, reserved_sms=12)
             try:
                 fused.attend(request)
@@ -198,7 +198,7 @@ def call_on_a_split_step(rank, world_size, folder):
                 fused.configure()
             fused.rebuild(dist.group.WORLD, CPU)
             fused.attend(request)
-        fresh = fused.site(shards, 2, 64, group=dist.group.WORLD)
+        fresh = fused.site(shards, (4, 2, 64), group=dist.group.WORLD)
         arenas = [arena.data_ptr() for arena in first.domain.arenas]
     (blocks, one), (fewer, two), (_, three) = kernel.launches
     return {
