@@ -12,6 +12,7 @@ from rollout_case import MODEL, VOCABULARY, make_model, make_runner, plain_logit
 from megaring.megatron import parallel
 from megaring.rollout.ranks import PeerLost
 from megaring.rollout.step import BLOCKING, Chunk, Fork, PlanError, StepPlan
+from megaring.rollout.switch import Switch
 
 PROMPT = tuple(np.random.default_rng(5).integers(0, VOCABULARY, 400).tolist())
 
@@ -188,19 +189,22 @@ def test_low_precision(pool, dtype, worst):
             assert np.sqrt(np.mean((logits - expected) ** 2)) < limit
 
 
-def lost(rank, world_size):
+def lost(rank, world_size, switch_to):
     runner = make_runner(world_size, MODEL)
     step(runner, chunk(1, 0, 10))
-    if rank == 1:
-        os._exit(3)
+    if rank == 1:  # at the first layer that is to be committed, if there is a switch
+        Switch.commit = lambda *_: os._exit(3)
+        if switch_to is None:
+            os._exit(3)
     with pytest.raises(PeerLost, match=r"rank 0 of 2: .* failed, a peer has died"):
-        step(runner, chunk(1, 10, 1))
+        step(runner, chunk(1, 10, 1), switch_to=switch_to)
     raise RuntimeError("rank 0 noticed")
 
 
-def test_a_rank_that_dies_ends_the_others(pool):
+@pytest.mark.parametrize("switch_to", [None, "DP"])
+def test_a_rank_that_dies_ends_the_others(pool, switch_to):
     with pytest.raises(AssertionError, match="rank 0 noticed"):
-        pool.run(2, lost, timeout=30)
+        pool.run(2, lost, switch_to, timeout=30)
 
 
 def disagreement(rank, world_size):
