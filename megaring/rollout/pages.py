@@ -127,5 +127,13 @@ class Pages:
         joined = pages.permute(2, 1, 3, 0, 4, 5).reshape(self.entry.planes, heads, -1, self.entry.width)
         return joined[:, :, :tokens]
 
+    def read_padded(self, layer: int, slots: NDArray[np.int64], groups: range) -> torch.Tensor:
+        """All of the pages ``slots [n, p]``: ``[planes, n, heads of groups, p * 64, width]``."""
+        units = self.table[layer][slots][:, :, list(groups)]
+        pages = self._units[self._index(units)]  # [n, p, groups, planes, group heads, 64, width]
+        heads = len(groups) * self.entry.group_heads
+        joined = pages.permute(3, 0, 2, 4, 1, 5, 6)
+        return joined.reshape(self.entry.planes, len(slots), heads, slots.shape[1] * PAGE, self.entry.width)
+
     def _index(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.tensor(array, device=self._units.device)

@@ -1,4 +1,5 @@
-"""Attention of new tokens over pages of cached ones, with its LSE. In torch, request by request.
+"""Attention of new tokens over pages of cached ones, with its LSE. In torch: chunks one by one, single tokens in groups
+of requests that have about as many pages.
 
 The place of a kernel: ``attend`` has everything that one needs (queries, block tables, lengths), and its callers
 nothing of torch's way.
@@ -6,7 +7,8 @@ nothing of torch's way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,8 @@ from numpy.typing import NDArray
 from megaring.backends.precision import wide
 from megaring.rollout.layout import PAGE
 from megaring.rollout.pages import Pages
+
+_MOST_ELEMENTS = 1 << 25  # of the cache that are gathered at once for single tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +60,12 @@ def attend(
     kind = wide(queries.dtype)
     out = queries.new_zeros((*queries.shape[:2], pages.entry.width), dtype=kind)
     lse = queries.new_full(queries.shape[:2], float("-inf"), dtype=kind)
-    for each in segments:
-        if not each.tokens or each.rows.start == each.rows.stop:
+    seeing = [each for each in segments if each.tokens and each.rows.start < each.rows.stop]
+    for some in _alike([each for each in seeing if each.rows.stop - each.rows.start == 1], pages):
+        rows = torch.tensor([each.rows.start for each in some], device=queries.device)
+        out[rows], lse[rows] = _single_tokens(queries[rows].to(kind), pages, layer, groups, some, scale)
+    for each in seeing:
+        if each.rows.stop - each.rows.start == 1:
             continue
         cached = pages.read(layer, each.slots, groups, each.tokens).to(kind)
         asked = queries[each.rows].to(kind)
@@ -81,6 +89,38 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
     some part.
     """
     return (outs * torch.softmax(lses, dim=0)[..., None]).sum(dim=0)
+
+
+def _alike(segments: Sequence[Segment], pages: Pages) -> Iterator[list[Segment]]:
+    """Groups of segments whose numbers of pages are at most doubled by padding, none of too many elements."""
+    ordered = sorted(segments, key=lambda each: len(each.slots))
+    page = pages.entry.planes * pages.entry.heads * pages.entry.width * PAGE
+    for _, group in itertools.groupby(ordered, key=lambda each: (len(each.slots) - 1).bit_length()):
+        some = list(group)
+        most = max(1, _MOST_ELEMENTS // (page * len(some[-1].slots)))
+        yield from (some[first : first + most] for first in range(0, len(some), most))
+
+
+def _single_tokens(
+    queries: torch.Tensor, pages: Pages, layer: int, groups: range, segments: list[Segment], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` for one query ``[heads, d_q]`` of each segment. Short ones are padded with their own pages, unseen."""
+    width = len(segments[-1].slots)
+    slots = np.stack([np.pad(each.slots, (0, width - len(each.slots)), mode="edge") for each in segments])
+    unseen = np.ones((len(segments), width * PAGE), bool)
+    for row, each in zip(unseen, segments, strict=True):
+        row[: each.tokens] = each.key_positions() > each.start
+    hidden = torch.from_numpy(unseen).to(queries.device)[:, None, :, None]
+    cached = pages.read_padded(layer, slots, groups).to(queries.dtype)
+    heads = cached.shape[2]
+    asked = queries.unflatten(1, (heads, queries.shape[1] // heads))
+    scores = (asked @ cached[0].transpose(2, 3)) * scale
+    scores.masked_fill_(hidden.transpose(2, 3), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    # What a page holds beyond its tokens may be anything, and 0 x NaN is NaN.
+    result = weights @ cached[-1].masked_fill(hidden, 0.0)
+    return result.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _future(segment: Segment, count: int, device: torch.device) -> torch.Tensor:

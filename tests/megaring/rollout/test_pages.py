@@ -142,3 +142,30 @@ def test_slots_are_used_again_when_all_ranks_have_followed():
     ledger.settle()
     ledger.append(3, 0, 192)
     assert set(old) <= set(ledger.slots(3))
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_single_tokens_together_are_as_alone(planes):
+    """Requests of different lengths, some pages elsewhere, and NaN wherever no token lies."""
+    torch.manual_seed(2)
+    entry, lengths = EntryShape(planes, 4, 8, 2), (1, 64, 65, 190, 300, 420)
+    arena = Arena(128, entry.unit_bytes(torch.float64), CPU)
+    arena.bytes.view(torch.float64).fill_(float("nan"))
+    pages, first = Pages(arena, entry, 1, torch.float64), 0
+    pages.reserve_slots(32)
+    queries, singles, alone = torch.randn(len(lengths), 4, 8, dtype=torch.float64), [], []
+    for row, length in enumerate(lengths):
+        slots = np.arange(first, first := first + -(-length // 64))
+        pages.allocate(0, slots, range(2))
+        at = np.arange(length)
+        pages.append(0, slots[at // 64], at % 64, range(2), torch.randn(length, planes, 4, 8, dtype=torch.float64))
+        indices = np.arange(row % 2, len(slots), 1 + row % 2)
+        singles.append(Segment(slice(row, row + 1), length - 1, slots[indices], indices, length))
+        # A chunk that ends in the same token takes the other way through the code.
+        pair = torch.cat((torch.zeros(1, 4, 8, dtype=torch.float64), queries[row : row + 1]))
+        chunk = Segment(slice(0, 2), length - 2, slots[indices], indices, length)
+        alone.append([part[1] for part in attend(pair, pages, 0, range(2), [chunk], scale=0.5)])
+    out, lse = attend(queries, pages, 0, range(2), singles, scale=0.5)
+    torch.testing.assert_close(out, torch.stack([each[0] for each in alone]), rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, torch.stack([each[1] for each in alone]), rtol=0, atol=1e-13)
+    assert not out.isnan().any()
