@@ -189,7 +189,7 @@ class Runner:
         if not plan.chunks:
             for layer in layers:
                 self._conform(layer)
-            return torch.zeros(0, decoder.vocab_size, dtype=wide(decoder.dtype)), None
+            return torch.zeros(0, decoder.vocab_size, dtype=wide(decoder.dtype), device=decoder.device), None
         batch = Batch(plan, self.ledger, self.ranks.rank, decoder.device)
         rotary = self._kinds[0].rotation.at(batch.positions, batch.largest_position, decoder.dtype)
         rows, chosen = decoder.embed(batch.tokens), []
