@@ -1,10 +1,11 @@
-"""Check and time the fused forward kernel on one Hopper GPU.
+"""Check and time the fused kernels, forward and backward, on one Hopper GPU.
 
 ``python scripts/check_fused.py --out results.json`` builds the kernels, checks each device layer alone, then whole
 calls against fp64 on up to eight virtual ranks, CUDA graphs, large offsets, roles that pause at random, a peer that
-never comes and 240 mixes of long and short sequences, and times four shapes beside cuDNN and FlashAttention-2. Every
-stage has a limit; one that fails or hangs ends its process, and a fresh one takes the next stage, so a sticky CUDA
-error does not spread. ``--stages mixes --part 2/3`` runs the second third of the mixes;
+never comes and 240 mixes of long and short sequences, does the same for gradients, and times four shapes beside cuDNN
+and FlashAttention. Every stage has a limit; one that fails or hangs ends its process, and a fresh one takes the next
+stage, so a sticky CUDA error does not spread. ``--stages mixes,gradient_mixes --part 2/3`` runs the second third of the
+mixes;
 ``--stages timing --variant "no turns: ping_pong=False" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
 the kernel in one run.
 
@@ -39,6 +40,8 @@ LIMITS = {  # seconds of each stage, in their order
     "delays": 60,
     "watchdog": 10,
     "mixes": 150,
+    "gradients": 90,
+    "gradient_mixes": 150,
     "timing": 90,
 }
 STAGES = tuple(LIMITS)
@@ -58,8 +61,8 @@ def main() -> int:
         help="time our kernel with these options of megaring_forward as well; repeatable (default: no turns)",
     )
     parser.add_argument("--rounds", type=int, default=14, help="of the timing")
-    parser.add_argument("--wait-seconds", type=float, default=1.0, help="bound of the waits in the simple stage")
-    parser.add_argument("--total-seconds", type=float, default=400.0, help="no stage runs past this")
+    parser.add_argument("--wait-seconds", type=float, default=1.0, help="bound of the waits in the simple stages")
+    parser.add_argument("--total-seconds", type=float, default=560.0, help="no stage runs past this")
     parser.add_argument("--folder", type=Path, help="cache of compiled kernels (default: the user's)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -75,13 +78,13 @@ def main() -> int:
     while stages and time.monotonic() < end:
         stages = _supervise(stages, end, options, results)
         _save(options.out, results)
-    print(f"\n{'stage':<10} {'passed':>7} {'failed':>7} {'seconds':>8}  note")
+    print(f"\n{'stage':<15} {'passed':>7} {'failed':>7} {'seconds':>8}  note")
     bad = False
     for stage, result in results.items():
         failed = sum(not row.get("passed", True) for row in result["rows"])
         bad |= bool(failed or result["note"])
         passed = len(result["rows"]) - failed
-        print(f"{stage:<10} {passed:>7} {failed:>7} {result['seconds']:>8.1f}  {result['note']}")
+        print(f"{stage:<15} {passed:>7} {failed:>7} {result['seconds']:>8.1f}  {result['note']}")
     return int(bad)
 
 
@@ -163,7 +166,9 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
     # Here and not above, so that only workers touch the GPU.
     from megaring.kernels.checks import robust
     from megaring.kernels.checks import stages as checks
+    from megaring.kernels.checks.backward import check_gradients
     from megaring.kernels.checks.contenders import parse_variant
+    from megaring.kernels.checks.gradient_mixes import check_gradient_mixes
     from megaring.kernels.checks.mixes import check_mixes
     from megaring.kernels.checks.timing import time_forward
 
@@ -181,6 +186,8 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
         "delays": robust.check_delays,
         "watchdog": checks.check_watchdog,
         "mixes": partial(check_mixes, part=options.part),
+        "gradients": partial(check_gradients, timeout_s=options.wait_seconds),
+        "gradient_mixes": partial(check_gradient_mixes, part=options.part),
         "timing": partial(time_forward, **timing),
     }
     with open(options.out, "a") as file:

@@ -108,14 +108,18 @@ def judge(entry: Entry, sums: torch.Tensor, query_heads: int, kv_heads: int) -> 
     return Judgement((error / output) ** 0.5, (lse_error / max(lse, count)) ** 0.5, (library / output) ** 0.5)
 
 
-def _make(length: int, kind: Kind, device: torch.device) -> Entry:
+def draw(length: int, kind: Kind, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """q ``[n, 9, D]``, k and v ``[n, 3, D]``, and a gradient of the output ``[n, 9, D]``, of ``n = length`` tokens."""
     seed = length * 8 + (kind.head_dim == 64) * 4 + (kind.dtype == torch.float16) * 2 + kind.causal
     generator = torch.Generator(device).manual_seed(seed)
+    return tuple(
+        torch.randn(length, heads, kind.head_dim, device=device, generator=generator).to(kind.dtype)
+        for heads in (KV_HEADS * QUERY_HEADS, KV_HEADS, KV_HEADS, KV_HEADS * QUERY_HEADS)
+    )
 
-    def values(heads: int) -> torch.Tensor:
-        return torch.randn(length, heads, kind.head_dim, device=device, generator=generator).to(kind.dtype)
 
-    q, k, v = values(KV_HEADS * QUERY_HEADS), values(KV_HEADS), values(KV_HEADS)
+def _make(length: int, kind: Kind, device: torch.device) -> Entry:
+    q, k, v, _ = draw(length, kind, device)
     wanted, wanted_lse = attention_fp64(q, k, v, causal=kind.causal)
     error = (_library(q, k, v, kind.causal).double() - wanted).square().sum(dim=(0, 2))
     return Entry(q, k, v, wanted, wanted_lse, error)
