@@ -76,6 +76,10 @@ class HuggingFaceTokenizer:
         """Ids ``[n]`` int64."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids; special tokens have none, and cut characters come out as U+FFFD."""
+        return self._backend.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
+
 
 def _eos_token(config: Path) -> str | None:
     """``eos_token`` of a tokenizer's configuration file, which gives it as a string or an object with its content."""

@@ -142,6 +142,24 @@ def load(
     return summary
 
 
+def load_weights(path: Path, chunk: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the weights of an unwrapped, whole model from ``path`` collectively, on any layout; returns the summary.
+
+    ``model``: its options by name, of which those that the checkpoint records must agree. Raises UserError where they
+    do not.
+    """
+    summary = read_summary(path)
+    for name, value in summary["model"].items():
+        if name in model and model[name] != value:
+            raise UserError(
+                f"checkpoint {path} has {name} {value}, this model {model[name]}; give the same model options, or "
+                "another --load"
+            )
+    state = {"model0": chunk.sharded_state_dict(prefix="", metadata=_metadata())}
+    chunk.load_state_dict(dist_checkpointing.load(state, str(path))["model0"])
+    return summary
+
+
 def read_summary(path: Path) -> dict[str, Any]:
     """The JSON summary of a checkpoint. Raises UserError when ``path`` is not one."""
     try:

@@ -8,6 +8,14 @@ from pathlib import Path
 
 from megaring.errors import UserError
 from megaring.options import above_zero, non_negative, number, positive
+from megaring.rollout.commands import (
+    GENERATE,
+    GENERATE_EXAMPLES,
+    SERVE,
+    SERVE_EXAMPLES,
+    add_generate_arguments,
+    add_serve_arguments,
+)
 
 DESCRIPTION = "Generate with a model whose attention layout changes while requests run."
 _PLAN = """\
@@ -28,7 +36,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommands of ``megaring rollout``; each sets ``run``."""
-    commands = parser.add_subparsers(required=True, metavar="{plan}")
+    commands = parser.add_subparsers(required=True, metavar="{plan,generate,serve}")
     plan = commands.add_parser(
         "plan",
         help="memory, step time and switches of every layout, for a model and a group of GPUs",
@@ -39,6 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
+    generate = commands.add_parser(
+        "generate",
+        help="generate for a batch of prompts, and show layouts and speed",
+        description=GENERATE,
+        epilog=GENERATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_generate_arguments(generate)
+    serve = commands.add_parser(
+        "serve",
+        help="an OpenAI-style completions server on localhost",
+        description=SERVE,
+        epilog=SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_serve_arguments(serve)
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

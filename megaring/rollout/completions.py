@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,9 +30,14 @@ class Completion:
     logprobs: bool = False
 
 
-def parse(body: bytes, model: str, tokenizer: Tokenizer | None) -> Completion:
-    """Read a body for the model called ``model``. Raises RequestError that names what is wrong."""
-    fields_given = _json_object(body)
+def parse(
+    body: bytes, model: str, tokenizer: Tokenizer | None, defaults: Mapping[str, Any] | None = None
+) -> Completion:
+    """Read a body for the model called ``model``; ``defaults`` are of fields that it does not give.
+
+    Raises RequestError that names what is wrong.
+    """
+    fields_given = {**(defaults or {}), **_json_object(body)}
     for name in fields_given:
         if name not in _SAMPLING | _OTHERS:
             raise RequestError(_unknown(name))
@@ -59,20 +64,19 @@ def parse(body: bytes, model: str, tokenizer: Tokenizer | None) -> Completion:
     return Completion(prompts, params, stream, _boolean(options, "include_usage"), "logprobs" in given)
 
 
-def choice(index: int, output: SampleOutput, completion: Completion, request: RequestOutput | None) -> dict[str, Any]:
-    """One choice of a whole answer; ``request`` has what belongs to the prompt, once it is complete."""
-    made = _part(index, output.tokens, output.text or "", completion)
-    made |= _end(output)
+def choice(index: int, output: SampleOutput, request: RequestOutput, *, logprobs: bool) -> dict[str, Any]:
+    """One choice of a whole answer: a sample of ``request``, with its log-probabilities or without."""
+    made = _part(index, output.tokens, output.text or "", logprobs) | _end(output)
     if output.experts is not None:
         made["experts"] = output.experts.tolist()
-    if request is not None and request.prompt_logprobs is not None:
+    if request.prompt_logprobs is not None:
         made["prompt_logprobs"] = [None, *({_name(p.id): p.logprob} | _top(p) for p in request.prompt_logprobs)]
     return made
 
 
-def chunk(index: int, delta: Delta, completion: Completion) -> dict[str, Any]:
+def chunk(index: int, delta: Delta, *, logprobs: bool) -> dict[str, Any]:
     """One choice of a streamed event."""
-    made = _part(index, delta.tokens, delta.text, completion) | {"finish_reason": None}
+    made = _part(index, delta.tokens, delta.text, logprobs) | {"finish_reason": None}
     if delta.finished is not None:
         made |= _end(delta.finished)
         if delta.finished.experts is not None:
@@ -86,7 +90,7 @@ def usage(prompts: Sequence[Sequence[int]], new: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
-def _part(index: int, tokens: Sequence[Token], text: str, completion: Completion) -> dict[str, Any]:
+def _part(index: int, tokens: Sequence[Token], text: str, logprobs: bool) -> dict[str, Any]:
     made: dict[str, Any] = {
         "index": index,
         "text": text,
@@ -94,7 +98,7 @@ def _part(index: int, tokens: Sequence[Token], text: str, completion: Completion
         "weight_versions": [token.version for token in tokens],
         "logprobs": None,
     }
-    if completion.logprobs:
+    if logprobs:
         made["logprobs"] = {
             "tokens": [_name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

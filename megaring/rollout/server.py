@@ -179,7 +179,8 @@ class _Reply:
             raise HttpError(500, samples[0][1].message or "the model failed")
         if all(sample.finish_reason == ABORT for _, sample in samples):
             raise HttpError(503, "the server is ending")
-        choices = [choice(index, sample, self.completion, request) for index, (request, sample) in enumerate(samples)]
+        wanted = self.completion.logprobs
+        choices = [choice(index, sample, request, logprobs=wanted) for index, (request, sample) in enumerate(samples)]
         count = usage(self.completion.prompts, sum(len(sample.tokens) for _, sample in samples))
         await client.answer(200, dump({**self.head, "choices": choices, "usage": count}))
 
@@ -189,7 +190,8 @@ class _Reply:
         async for delta in deltas:
             new += len(delta.tokens)
             index = places[delta.request] * self.completion.params.n + delta.sample
-            await client.event(dump({**self.head, "choices": [chunk(index, delta, self.completion)]}))
+            made = chunk(index, delta, logprobs=self.completion.logprobs)
+            await client.event(dump({**self.head, "choices": [made]}))
         if self.completion.usage:
             count = usage(self.completion.prompts, new)
             await client.event(dump({**self.head, "choices": [], "usage": count}))
