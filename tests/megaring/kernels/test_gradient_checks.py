@@ -49,6 +49,8 @@ def kernel(monkeypatch):
 
         def __call__(self, domain, made, *, softmax_scale, heads_per_task, **options):
             self.launches += 1
+            if len(made) < self.placement.ranks:
+                return self.spoil(made)
             assert softmax_scale == made[0].forward.q.shape[2] ** -0.5
             for call in made:
                 gradients = (call.dq, call.dk, call.dv)
@@ -241,6 +243,37 @@ def test_errors_on_eight_ranks_are_compared_with_those_on_one(kernel, capsys, mo
 def test_lengths_are_taken_in_batches():
     assert gradient_mixes.batches([70_000, 60_000, 50_000, 20]) == [(70_000,), (60_000, 50_000, 20)]
     assert gradient_mixes.batches([]) == []
+
+
+def test_the_simple_stage(kernel, monkeypatch, capsys):
+    def values(case):
+        heads = (case.query_heads, case.kv_heads, case.kv_heads, case.query_heads)
+        q, k, v, gradient = (torch.randn(sum(case.lengths), each, case.head_dim).to(case.dtype) for each in heads)
+        return (q, k, v), gradient
+
+    def spoil(made):
+        if len(made) < kernel.placement.ranks:  # the last rank never comes
+            for gradient in (made[0].dq, made[0].dk, made[0].dv):
+                gradient.fill_(math.nan)
+            raise gradient_mixes.PeerTimeout("rank 0 waited for a tile from rank 1")
+        if len(made) == 2:  # the second case
+            made[1].dq[0, 0] += 1.0
+
+    kernel.spoil = spoil
+    cases = [
+        Case((30,), 1, ((0, 1),), 2, 1, head_dim=8, dtype=torch.float16),
+        Case((4, 60, 1), 2, ((0, 2), (1, 1), (1, 1)), 1, 1, head_dim=8, dtype=torch.float16, strided=True),
+    ]
+    monkeypatch.setattr(backward, "_random", values)
+    monkeypatch.setattr(backward, "WATCHED", Case((40, 3), 2, ((0, 2), (0, 1)), 2, 1, head_dim=8, dtype=torch.float16))
+    monkeypatch.setattr(backward, "simple_cases", lambda: cases)
+    monkeypatch.setattr(backward, "compile_kernels", lambda folder: None)
+    rows = list(backward.check_gradients(None))
+    assert [row["passed"] for row in rows] == [True, True, False, True]
+    assert "1 head per task" in rows[1]["name"] and max(rows[0]["errors"]) < 1e-3 and rows[0]["spread"] == 0.0
+    assert "dq: 1 of 65 rows off, heads [0]" in rows[2]["detail"] and rows[2]["spread"] == 0.0
+    assert "rank 0 waited for a tile from rank 1" in rows[3]["message"]
+    assert capsys.readouterr().out.count("PASS") == 3
 
 
 def test_the_simple_cases_outcome():
