@@ -13,6 +13,7 @@ from typing import Any
 
 from megaring.errors import UserError
 from megaring.options import above_zero, non_negative, number, positive
+from megaring.rollout.launch import launch
 
 GENERATE = """\
 Generate for a batch of prompts on T ranks and report what happened: switches of layout as they come, tokens per second,
@@ -106,19 +107,15 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _on_ranks(options: argparse.Namespace, lead: Callable[[argparse.Namespace, Any, Any], None]) -> int:
-    """Start torchrun, or, started by it, build the worker; rank 0 does ``lead``, the others follow."""
+    """Start the ranks, or, as one of them (also of torchrun's), build the worker: rank 0 leads, the others follow."""
     _config(options)  # an error here is the same everywhere, so say it once and early
     if "RANK" not in os.environ:
-        sys.stdout.flush()
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
-        count = f"--nproc-per-node={options.ranks}"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", count, "-m", "megaring.cli"]
-        os.execv(sys.executable, [*launcher, *sys.argv[1:]])
+        return launch([sys.executable, "-m", "megaring.cli", *sys.argv[1:]], options.ranks)
     from megaring.failure import fail
 
     try:
         if int(os.environ["WORLD_SIZE"]) != options.ranks:
-            raise UserError(f"torchrun started {os.environ['WORLD_SIZE']} processes for --ranks {options.ranks}")
+            raise UserError(f"there are {os.environ['WORLD_SIZE']} processes for --ranks {options.ranks}")
         _work(options, lead)
     except KeyboardInterrupt:
         os._exit(130)  # not sys.exit: peers must not wait for this rank in an exit handler
