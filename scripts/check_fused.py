@@ -7,7 +7,7 @@ and FlashAttention. Every stage has a limit; one that fails or hangs ends its pr
 stage, so a sticky CUDA error does not spread. ``--stages mixes,gradient_mixes --part 2/3`` runs the second third of the
 mixes;
 ``--stages timing --variant "no turns: ping_pong=False" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
-the kernel in one run.
+the forward in one run, ``--stages backward_timing --variant "1 head: heads_per_task=1"`` those of the backward.
 
 Under NVIDIA's checker (racecheck or memcheck), which slows kernels down, a worker runs alone and may wait longer:
 
@@ -43,6 +43,7 @@ LIMITS = {  # seconds of each stage, in their order
     "gradients": 90,
     "gradient_mixes": 150,
     "timing": 90,
+    "backward_timing": 120,
 }
 STAGES = tuple(LIMITS)
 IMPORT_SECONDS = 30.0  # a fresh worker's imports may take this long, on top of a stage's limit
@@ -58,7 +59,7 @@ def main() -> int:
         "--variant",
         action="append",
         metavar="NAME: OPTION=VALUE, ...",
-        help="time our kernel with these options of megaring_forward as well; repeatable (default: no turns)",
+        help="time our kernel with these options of its launch as well; repeatable (default: a few)",
     )
     parser.add_argument("--rounds", type=int, default=14, help="of the timing")
     parser.add_argument("--wait-seconds", type=float, default=1.0, help="bound of the waits in the simple stages")
@@ -170,7 +171,7 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
     from megaring.kernels.checks.contenders import parse_variant
     from megaring.kernels.checks.gradient_mixes import check_gradient_mixes
     from megaring.kernels.checks.mixes import check_mixes
-    from megaring.kernels.checks.timing import time_forward
+    from megaring.kernels.checks.timing import time_backward, time_forward
 
     timing = {"rounds": options.rounds}
     if options.variant:
@@ -189,6 +190,7 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
         "gradients": partial(check_gradients, timeout_s=options.wait_seconds),
         "gradient_mixes": partial(check_gradient_mixes, part=options.part),
         "timing": partial(time_forward, **timing),
+        "backward_timing": partial(time_backward, **timing),
     }
     with open(options.out, "a") as file:
 

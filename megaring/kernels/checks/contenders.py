@@ -74,7 +74,7 @@ def libraries(
 
 
 def parse_variant(text: str) -> tuple[str, Mapping[str, object]]:
-    """``name: option=value, option=value`` as the name and options of ``megaring_forward``. Raises ValueError."""
+    """``name: option=value, option=value`` as a name and options of a launch. Raises ValueError."""
     name, colon, rest = text.partition(":")
     options = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
