@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward_phases.cuh"
+#include "delay.cuh"
 #include "fragments.cuh"
 #include "signal.cuh"
 #include "softmax.cuh"
@@ -25,6 +26,7 @@ __device__ __forceinline__ void add_staged(Shared shared) {
   while (true) {
     named_barrier_arrive(kStagingEmptyBarrier + group, kWarpgroup + kWarp);
     named_barrier_sync(kStagingFullBarrier + group, kWarpgroup + kWarp);
+    delay_randomly();
     const Staged staged = shared.mailbox().staged[group];
     if (staged.sums == nullptr) return;
     if (leader) {
@@ -52,10 +54,12 @@ class Differentiator {
       : arguments_(arguments), rank_(rank), more_(more), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
-    u32 block = 0;  // query tiles consumed so far, over all tasks
+    // Query tiles consumed so far, over all tasks; the highest bit is the parity of the items so far, which would need
+    // a register more by itself.
+    u32 block = 0;
 #pragma unroll 1
-    for (u32 turn = 0;; ++turn) {
-      wait(&mailbox().keys_full, turn);
+    for (;; block ^= kItemParity) {
+      wait(&mailbox().keys_full, block / kItemParity);
       const i32 kind = mailbox().task.kind;
       if (kind == kEnd) break;
       if (kind == kDifferentiate) {
@@ -80,6 +84,7 @@ class Differentiator {
   }
 
  private:
+  static constexpr u32 kItemParity = 1u << 31;
   static constexpr u32 kSumRegisters = kHeadDim / 2;    // dK or dV: 64 keys by head dim
   static constexpr u32 kQueryRegisters = kHeadDim / 4;  // half of dQ: 64 queries by half of head dim
 
@@ -109,7 +114,6 @@ class Differentiator {
     for (u32 i = 0; i < kSumRegisters; ++i) key_sums[i] = value_sums[i] = 0.0f;
     const KeySlot& slot = mailbox().task;
     const i32 key_tokens = slot.key_tokens;
-    const i32 count = slot.query_count;
     if (key_tokens < static_cast<i32>(kTileRows)) {
       clear_rows(shared_.key(), kKeyHalfBytes, key_tokens, kTileRows);
       clear_rows(shared_.value(), kKeyHalfBytes, key_tokens, kTileRows);
@@ -117,6 +121,7 @@ class Differentiator {
     constexpr i64 kPart = kQueryRows * kHeadDim;  // sums of one query tile and head
     float* query_sums = more_.query_sums + group() * (kPart / 2) +
                         (static_cast<i64>(slot.first_head) * more_.num_query_tiles + slot.query_begin) * kPart;
+    const i32 count = slot.query_count;
     const i32 diagonal_tiles = kCausal && slot.diagonal ? 2 : 0;
     const u32 end = block + count * arguments_.heads_per_task;
     i32 tile = 0;
@@ -131,6 +136,7 @@ class Differentiator {
     finish_scores(block, key_tokens, diagonal_tiles ? 0 : 128, scores, slopes, packed, packed_slopes);
 #pragma unroll 1
     for (; block + 1 < end; ++block) {
+      delay_randomly();
       start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
       wgmma_wait<2>(value_sums);
       release(&mailbox().gradient_empty[block % kStages]);
@@ -144,8 +150,8 @@ class Differentiator {
       ++tile;
       query_sums += kPart;
       if (tile == count) {
-        tile = 0;
         query_sums += (more_.num_query_tiles - count) * kPart;
+        tile = 0;
       }
       finish_scores(block + 1, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, scores, slopes, packed,
                     packed_slopes);

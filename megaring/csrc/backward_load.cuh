@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_layout.cuh"
+#include "delay.cuh"
 #include "signal.cuh"
 #include "tma.cuh"
 #include "watchdog.cuh"
@@ -111,6 +112,7 @@ class Loader {
 
   __device__ __forceinline__ void load_queries(i32 tile, i32 head) {
     Mailbox& mailbox = shared_.mailbox();
+    delay_randomly();
     const u32 stage = loaded_ % kStages;
     const u32 parity = loaded_ / kStages % 2 ^ 1;
     ++loaded_;

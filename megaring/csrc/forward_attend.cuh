@@ -5,6 +5,7 @@
 // beside the products of the other.
 #pragma once
 
+#include "delay.cuh"
 #include "forward_layout.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
@@ -67,7 +68,7 @@ class Attender {
     wgmma_wait<0>(scores);
     release(&mailbox().keys_empty[tile % kStages]);
     mask(scores, shape);
-    softmax_step<true>(scores, state, rescale, arguments_.scale);
+    softmax_step<true>(scores, state, rescale, arguments_.scale, kSlack);
     pack_probabilities<kBfloat16>(scores, probabilities);
 #pragma unroll
     for (u32 i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
@@ -75,6 +76,7 @@ class Attender {
     if (kv_tiles > 1) wait(&mailbox().keys_full[(tile + 1) % kStages], (tile + 1) / kStages);
 #pragma unroll 1
     for (i32 n = 1; n < kv_tiles; ++n) {
+      delay_randomly();
       const u32 ahead = tile + 1;
       clear_value_tail(tile, shape);
       if constexpr (kPingPong) named_barrier_sync(kTurnBarrier + group(), 2 * kWarpgroup);
@@ -90,14 +92,14 @@ class Attender {
       shape = mailbox().shapes[ahead % kStages];
       release(&mailbox().keys_empty[ahead % kStages]);
       mask(scores, shape);
-      softmax_step<false>(scores, state, rescale, arguments_.scale);
+      const bool outgrown = softmax_step<false>(scores, state, rescale, arguments_.scale, kSlack);
       // The next keys are awaited here and not where they are used, because this loop is what keeps ptxas from moving
       // the wait for P V before the softmax that should run beside it (a test reads the SASS for that).
       if (n + 1 < kv_tiles) wait(&mailbox().keys_full[(ahead + 1) % kStages], (ahead + 1) / kStages);
       wgmma_wait<0>(output);
       release(&mailbox().values_empty[tile % kStages]);
       pack_probabilities<kBfloat16>(scores, probabilities);
-      scale_rows(output, rescale);
+      if (outgrown) scale_rows(output, rescale);
       tile = ahead;
     }
 

@@ -9,6 +9,7 @@ namespace megaring {
 constexpr u32 kHeadDim = MEGARING_HEAD_DIM;
 constexpr bool kBfloat16 = MEGARING_BFLOAT16;
 constexpr bool kCausal = MEGARING_CAUSAL;
+constexpr float kSlack = MEGARING_SLACK;        // of the softmax, in powers of two
 constexpr bool kPingPong = MEGARING_PING_PONG;  // the two consumer warpgroups take turns on the tensor cores
 
 static_assert(kHeadDim == 64 || kHeadDim == 128, "the swizzled halves of a tile are 64 elements wide");

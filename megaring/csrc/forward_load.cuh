@@ -1,6 +1,7 @@
 // The producer's role, one lane of warp 0: takes tasks off the rank's queue and feeds their tiles to the consumers.
 #pragma once
 
+#include "delay.cuh"
 #include "forward_layout.cuh"
 #include "signal.cuh"
 #include "watchdog.cuh"
@@ -103,6 +104,7 @@ class Loader {
 
   // Keys (part 0) of tile number `count` or values (part 1) of the one before it.
   __device__ __forceinline__ void load(KeyTile tile, u32 part, u32 count) {
+    delay_randomly();
     const u32 stage = (count - part) % kStages;
     Mailbox& mailbox = shared_.mailbox();
     const u32 full = shared_address(&mailbox.keys_full[0]) + (part * kStages + stage) * 8;

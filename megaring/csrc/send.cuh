@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arena.cuh"
+#include "delay.cuh"
 #include "mbarrier.cuh"
 #include "signal.cuh"
 #include "watchdog.cuh"
@@ -22,6 +23,7 @@ class Sender {
     if (cta >= rank_.num_sends || !wait_for_room()) return;
 #pragma unroll 1
     for (i32 item = cta; item < rank_.num_sends; item += arguments_.ctas_per_rank) {
+      delay_randomly();
       const int4 send = __ldg(rank_.sends + item);  // source_row, tokens, peer, arena_row
 #pragma unroll 1
       for (i32 part = 0; part < 2; ++part) push(send, part);

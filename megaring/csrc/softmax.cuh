@@ -39,12 +39,15 @@ __device__ __forceinline__ void mask_columns(float (&scores)[kCount], u32 column
   }
 }
 
-// Turns scores into probabilities in place and brings the state up to date. `rescale` receives what earlier partial
-// outputs have to be multiplied by. Every row has at least one finite score, which the plan sees to: its first tile
-// holds the query's own key. kFirst: the state is taken as empty and `rescale` is not written.
+// Turns scores into probabilities in place and brings the state up to date. Returns whether earlier partial outputs
+// have to be multiplied by `rescale`, the same for all lanes of a warp. Every row has at least one finite score, which
+// the plan sees to: its first tile holds the query's own key. kFirst: the state is taken as empty, nothing to rescale.
+// `slack`: powers of two by which scores may outgrow the running maximum before it follows them. Probabilities can then
+// reach 2^slack, which costs no precision while the types hold it, and most tiles leave earlier outputs as they are.
 template <bool kFirst, u32 kCount>
-__device__ __forceinline__ void softmax_step(float (&scores)[kCount], SoftmaxState& state, float (&rescale)[2],
-                                             float scale) {
+__device__ __forceinline__ bool softmax_step(float (&scores)[kCount], SoftmaxState& state, float (&rescale)[2],
+                                             float scale, float slack) {
+  float maximum[2];
 #pragma unroll
   for (u32 row = 0; row < 2; ++row) {
     float top = scores[2 * row];
@@ -52,28 +55,39 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], SoftmaxSta
     for (u32 j = 0; j < kCount / 4; ++j) {
       top = fmaxf(top, fmaxf(scores[4 * j + 2 * row], scores[4 * j + 2 * row + 1]));
     }
-    float maximum = quad_max(top) * scale;
-    if constexpr (!kFirst) {
-      maximum = fmaxf(maximum, state.maximum[row]);
-      rescale[row] = exp2_fast(state.maximum[row] - maximum);
+    maximum[row] = quad_max(top) * scale;
+  }
+  bool outgrown = false;
+  if constexpr (!kFirst) {
+    outgrown = __any_sync(0xffffffff,
+                          maximum[0] > state.maximum[0] + slack || maximum[1] > state.maximum[1] + slack);
+  }
+  if (kFirst || outgrown) {
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) {
+      if constexpr (!kFirst) {
+        maximum[row] = fmaxf(maximum[row], state.maximum[row]);
+        rescale[row] = exp2_fast(state.maximum[row] - maximum[row]);
+        state.sum[row] *= rescale[row];
+      }
+      state.maximum[row] = maximum[row];
     }
-    state.maximum[row] = maximum;
+  }
+#pragma unroll
+  for (u32 row = 0; row < 2; ++row) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         float& score = scores[4 * j + 2 * row + e];
-        score = exp2_fast(__fmaf_rn(score, scale, -maximum));
+        score = exp2_fast(__fmaf_rn(score, scale, -state.maximum[row]));
         sum += score;
       }
     }
-    if constexpr (kFirst) {
-      state.sum[row] = sum;
-    } else {
-      state.sum[row] = __fmaf_rn(state.sum[row], rescale[row], sum);
-    }
+    state.sum[row] = kFirst ? sum : state.sum[row] + sum;
   }
+  return outgrown;
 }
 
 template <u32 kCount>

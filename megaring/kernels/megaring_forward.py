@@ -59,6 +59,7 @@ def megaring_forward(
     reserved_sms: int = 0,
     ping_pong: bool = True,
     l2_budget: int = L2_BUDGET,
+    slack: int = specialisations.SLACK,
     delays: bool = False,
     folder: Path | None = None,
 ) -> None:
@@ -67,8 +68,8 @@ def megaring_forward(
     domain: the arenas; ``calls`` holds one entry per rank that lives here, in rank order (a rank left out at the end
     never sends, and those that wait for it stop after ``timeout_s`` seconds). softmax_scale: positive. reserved_sms:
     SMs left free. ping_pong: whether the consumer warpgroups take turns on the tensor cores. l2_budget: bytes of a
-    section of heads. delays: the variant for tests whose roles pause at random. Raises UserError for tensors that the
-    kernel cannot take and PeerTimeout when an earlier call had to stop.
+    section of heads. slack, delays: as in ``specialisations.forward``. Raises UserError for tensors that the kernel
+    cannot take and PeerTimeout when an earlier call had to stop.
     """
     domain.check()
     check_calls(domain, calls, softmax_scale)
@@ -81,6 +82,7 @@ def megaring_forward(
             bfloat16=first.q.dtype == torch.bfloat16,
             causal=first.plan.plan.causal,
             ping_pong=ping_pong,
+            slack=slack,
             delays=delays,
         ),
         device,

@@ -9,6 +9,9 @@ FORWARD_THREADS = 384
 FORWARD_REGISTERS = 168  # at launch; setmaxnreg then deals 384 x 168 out to the warpgroups
 
 
+SLACK = 8
+
+
 @dataclass(frozen=True)
 class Specialisation:
     """One compilation. source: file under ``csrc``. function: its kernel. defines: (name, value) macros, in order.
@@ -30,9 +33,13 @@ class Specialisation:
 
 
 def forward(
-    head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = True, delays: bool = False
+    head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = True, slack: int = SLACK, delays: bool = False
 ) -> Specialisation:
-    """The forward kernel for a head dimension of 64 or 128. delays: for tests, the roles pause at random."""
+    """The forward kernel for a head dimension of 64 or 128.
+
+    ping_pong: whether the consumers take turns on the tensor cores. slack: powers of two by which scores may outgrow
+    the running maximum before outputs are rescaled. delays: for tests, the roles pause at random.
+    """
     if head_dim not in (64, 128):
         raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
     return Specialisation(
@@ -43,6 +50,7 @@ def forward(
             ("MEGARING_BFLOAT16", int(bfloat16)),
             ("MEGARING_CAUSAL", int(causal)),
             ("MEGARING_PING_PONG", int(ping_pong)),
+            ("MEGARING_SLACK", slack),
             *((("MEGARING_DELAYS", 1),) if delays else ()),
         ),
         registers=FORWARD_REGISTERS,
@@ -50,8 +58,8 @@ def forward(
     )
 
 
-def backward(head_dim: int, *, bfloat16: bool, causal: bool) -> Specialisation:
-    """The backward kernel for a head dimension of 64 or 128."""
+def backward(head_dim: int, *, bfloat16: bool, causal: bool, delays: bool = False) -> Specialisation:
+    """The backward kernel for a head dimension of 64 or 128. delays: for tests, the roles pause at random."""
     if head_dim not in (64, 128):
         raise ValueError(f"the fused kernels take a head dimension of 64 or 128, not {head_dim}; use the ring backend")
     keys, queries, scores, statistics = 2 * 128 * head_dim * 2, 2 * 64 * head_dim * 2, 2 * 128 * 64 * 2, 2 * 64 * 4
@@ -63,6 +71,7 @@ def backward(head_dim: int, *, bfloat16: bool, causal: bool) -> Specialisation:
             ("MEGARING_HEAD_DIM", head_dim),
             ("MEGARING_BFLOAT16", int(bfloat16)),
             ("MEGARING_CAUSAL", int(causal)),
+            *((("MEGARING_DELAYS", 1),) if delays else ()),
         ),
         registers=FORWARD_REGISTERS,
         shared_bytes=keys + 2 * (queries + statistics) + scores + sums + 2 * 16384 + 512,
@@ -72,8 +81,8 @@ def backward(head_dim: int, *, bfloat16: bool, causal: bool) -> Specialisation:
 def every_specialisation() -> tuple[Specialisation, ...]:
     """All that a run can need, in a fixed order."""
     return tuple(
-        forward(head_dim, bfloat16=bfloat16, causal=causal)
-        for head_dim, bfloat16, causal in product((128, 64), (True, False), (True, False))
+        kernel(head_dim, bfloat16=bfloat16, causal=causal)
+        for kernel, head_dim, bfloat16, causal in product((forward, backward), (128, 64), (True, False), (True, False))
     )
 
 
@@ -96,6 +105,6 @@ def unit_kernels() -> tuple[Specialisation, ...]:
         Specialisation("unit/unit_tma.cu", "unit_tma_3d", (), 255, tile),
         *wgmma,
         Specialisation("unit/unit_registers.cu", "unit_registers", (), FORWARD_REGISTERS, 0),
-        Specialisation("unit/unit_softmax.cu", "unit_softmax", (), 255, 0),
+        Specialisation("unit/unit_softmax.cu", "unit_softmax", (("MEGARING_SLACK", SLACK),), 255, 0),
         Specialisation("unit/unit_signal.cu", "unit_signal", (), 255, 16384 + 1024),
     )

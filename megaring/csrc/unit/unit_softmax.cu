@@ -21,12 +21,11 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     if (tile == 0) {
       const u32 columns = limit;
       mask_columns(block, column, diagonal ? min(columns, row + 1) : columns, diagonal ? min(columns, row + 9) : columns);
-      softmax_step<true>(block, state, rescale, scale);
+      softmax_step<true>(block, state, rescale, scale, MEGARING_SLACK);
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[i] = block[i];
     } else {
-      softmax_step<false>(block, state, rescale, scale);
-      scale_rows(sums, rescale);
+      if (softmax_step<false>(block, state, rescale, scale, MEGARING_SLACK)) scale_rows(sums, rescale);
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[i] += block[i];
     }

@@ -16,10 +16,12 @@ from megaring.attention import attention
 from megaring.backends.local import choose_kernel
 from megaring.device_shards import DeviceShards, to_device
 from megaring.kernels.checks.contenders import HEAD_DIM, KV_HEADS, QUERY_HEADS, forward_flops
-from megaring.kernels.checks.gather import gather_attention
+from megaring.kernels.checks.gather import gather_attention, gather_gradients
+from megaring.kernels.checks.gradient_contenders import backward_flops
 from megaring.kernels.checks.race import Contender
 
 DIFFERENCE_LIMIT = 1e-2  # bf16 outputs of two executors, relative L2
+GRADIENT_DIFFERENCE_LIMIT = 2e-2  # the same of gradients, which are rounded more often on their way
 WORST = 1e30  # instead of NaN, which a maximum over ranks may lose
 SEED = 7
 
@@ -28,7 +30,8 @@ SEED = 7
 class Placed:
     """A contender on one placement.
 
-    output: of its first call, ``[t, 32, 128]``; tokens: their numbers in the step. difference: from a reference.
+    output: of its first call, ``[t, 32, 128]``, or of a backward dQ, dK and dV side by side, ``[t, 48, 128]``; tokens:
+    their numbers in the step. difference: from a reference.
     """
 
     contender: Contender
@@ -44,21 +47,31 @@ def placed(
     rank: int,
     device: torch.device,
     reference: Placed | None = None,
+    *,
+    backward: bool = False,
 ) -> tuple[Placed | None, str]:
     """A contender that attends, and its first output compared with that of ``reference`` on the tokens both hold.
+
+    backward: whether it differentiates instead, an output that it has made before.
 
     Inputs depend on the token alone, so that the outputs of all placements and executors of a batch are comparable.
     Returns None and the reason when the executor refuses the placement, on all ranks alike.
     """
     shards = to_device(placement.shards(rank), device)
     q, k, v = (token_values(shards, heads, kind) for kind, heads in enumerate((QUERY_HEADS, KV_HEADS, KV_HEADS)))
-    run = functools.partial(RUN[executor], q, k, v, shards)
+    run: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
     try:
-        output = run()[: shards.shards.num_tokens]
+        if backward:
+            run = DIFFERENTIATE[executor](q, k, v, token_values(shards, QUERY_HEADS, 3), shards)
+            output = torch.cat([part[: shards.shards.num_tokens] for part in run()], dim=1)
+        else:
+            run = functools.partial(RUN[executor], q, k, v, shards)
+            output = run()[: shards.shards.num_tokens]
     except ValueError as error:
         return None, str(error).splitlines()[0]
     difference = 0.0 if reference is None else _difference(output, shards.tokens, reference)
-    return Placed(Contender(name, run, forward_flops(placement.lengths)), output, shards.tokens, difference), ""
+    flops = (backward_flops if backward else forward_flops)(placement.lengths)
+    return Placed(Contender(name, run, flops), output, shards.tokens, difference), ""
 
 
 def token_values(shards: DeviceShards, heads: int, kind: int) -> torch.Tensor:
@@ -92,8 +105,27 @@ def _attention(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 def _gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: DeviceShards) -> torch.Tensor:
-    group = dist.group.WORLD if shards.shards.ranks > 1 else None
-    return gather_attention(q, k, v, shards, group, local_kernel(q))
+    return gather_attention(q, k, v, shards, _group(shards), local_kernel(q))[0]
+
+
+def _attention_backward(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, shards: DeviceShards
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, shards, backend=backend)
+    return functools.partial(torch.autograd.grad, out, leaves, gradient, retain_graph=True)
+
+
+def _gather_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, shards: DeviceShards
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    group, kernel = _group(shards), local_kernel(q)
+    out, lse = gather_attention(q, k, v, shards, group, kernel)
+    return functools.partial(gather_gradients, gradient, q, k, v, out, lse, shards, group, kernel)
+
+
+def _group(shards: DeviceShards) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if shards.shards.ranks > 1 else None
 
 
 def local_kernel(q: torch.Tensor) -> ModuleType:
@@ -105,4 +137,11 @@ RUN: dict[str, Callable[..., torch.Tensor]] = {
     "fused": functools.partial(_attention, "fused"),
     "ring": functools.partial(_attention, "ring"),
     "gather": _gather,
+}
+
+# Each makes an output and returns what differentiates it: (dq, dk, dv) of at least the rank's tokens.
+DIFFERENTIATE: dict[str, Callable[..., Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "fused": functools.partial(_attention_backward, "fused"),
+    "ring": functools.partial(_attention_backward, "ring"),
+    "gather": _gather_backward,
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from buddyring.shards import Shards
 from megaring.backends.local.segments import Segments
+from megaring.backends.precision import wide
 from megaring.device_shards import DeviceShards, array_to_device
 
 
@@ -70,8 +71,8 @@ def gather_attention(
     shards: DeviceShards,
     group: dist.ProcessGroup | None,
     kernel: ModuleType,
-) -> torch.Tensor:
-    """Output ``[tokens, Hq, D]`` of ``q [t, Hq, D]`` and ``k, v [t, Hkv, D]``, in one causal call of ``kernel``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[tokens, Hq, D]`` and LSE of ``q [t, Hq, D]`` and ``k, v [t, Hkv, D]`` in one causal call of ``kernel``.
 
     kernel: a family of ``megaring.backends.local`` whose causal mask ends at the last query and key of a segment when
     their numbers differ, as FlashAttention's does.
@@ -80,8 +81,35 @@ def gather_attention(
     q, k, v = (x[: plan.tokens] for x in (q, k, v))
     keys, values = (_gathered(x, plan, group).index_select(0, plan.keys) for x in (k, v))
     if plan.tokens == 0:  # it only had to take part in the gather
-        return torch.empty_like(q)
-    return kernel.forward(q, keys, values, plan.segments, True, q.shape[2] ** -0.5)[0]
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return kernel.forward(q, keys, values, plan.segments, True, q.shape[2] ** -0.5)
+
+
+def gather_gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shards: DeviceShards,
+    group: dist.ProcessGroup | None,
+    kernel: ModuleType,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK and dV of ``gather_attention``'s ``tokens`` rows, from its results and the output's gradient.
+
+    Keys and values are gathered again, as a model that keeps only its own rows until the backward has to; the gradients
+    of all keys are added in fp32 and reduced to their owners by one reduce-scatter each.
+    """
+    plan = shards.derive(plan_gather)
+    gradient, q, k, v = (x[: plan.tokens] for x in (gradient, q, k, v))
+    keys, values = (_gathered(x, plan, group).index_select(0, plan.keys) for x in (k, v))
+    dq, dk, dv = torch.empty_like(q), keys, values  # of no rows, for a rank that only has to take part
+    if plan.tokens:
+        scale = q.shape[2] ** -0.5
+        dq, dk, dv = kernel.backward(gradient, q, keys, values, out, lse, plan.segments, True, scale, False)
+    dk, dv = (_reduced(x, plan, group) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _gathered(x: torch.Tensor, plan: GatherPlan, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -95,6 +123,19 @@ def _gathered(x: torch.Tensor, plan: GatherPlan, group: dist.ProcessGroup | None
         sent[: plan.split_rows] = x[: plan.split_rows]
         dist.all_gather_into_tensor(made[: ranks * plan.most_rows], sent, group=group)
     return made
+
+
+def _reduced(x: torch.Tensor, plan: GatherPlan, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sums over all ranks of this rank's own rows, from gradients ``x`` of the rows ``plan.keys``."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    rows = (ranks * plan.most_rows, plan.tokens - plan.split_rows)
+    sums = x.new_zeros((sum(rows), *x.shape[1:]), dtype=wide(x.dtype))
+    shared, whole = sums.index_add_(0, plan.keys, x.to(sums.dtype)).split(rows)
+    if not plan.most_rows:
+        return whole
+    own = sums.new_empty((plan.most_rows, *x.shape[1:]))
+    dist.reduce_scatter_tensor(own, shared, group=group)
+    return torch.cat([own[: plan.split_rows], whole])
 
 
 def _split_rows(host: Shards) -> int:

@@ -1,9 +1,10 @@
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
-from sass import disassemble, most_registers
+from sass import disassemble, most_registers, reachable
 
 from megaring import cli
 from megaring.build import faults, main, table
@@ -12,6 +13,7 @@ from megaring.kernels.compile import Built, CompileError, Report, build, cache_k
 from megaring.kernels.specialisations import Specialisation, every_specialisation, forward, unit_kernels
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216  # csrc/forward_layout.cuh
+BACKWARD_PRODUCER_REGISTERS, BACKWARD_CONSUMER_REGISTERS = 56, 224  # csrc/backward_layout.cuh
 ALL = [*every_specialisation(), *unit_kernels()]
 SMALL = next(each for each in unit_kernels() if each.function == "unit_tma_2d")
 
@@ -28,36 +30,66 @@ def test_nothing_spills_or_is_serialised(specialisation, cubins):
     assert faults(cubins[specialisation]) == []
 
 
-def test_the_forward_comes_in_every_choice():
-    assert len({each.defines for each in every_specialisation()}) == 2 * 2 * 2
+def test_both_kernels_come_in_every_choice():
+    assert len({(each.function, each.defines) for each in every_specialisation()}) == 2 * 2 * 2 * 2
 
 
-@pytest.mark.parametrize("specialisation", every_specialisation(), ids=lambda each: each.label)
+def of(function):
+    return [each for each in every_specialisation() if each.function == function]
+
+
+def roles(cubin, folder, consumer_registers, producer_registers):
+    """Machine code that the consumers can reach, and the producers; checks that each keeps within its quota."""
+    consumers = reachable(cubin, folder, "USETMAXREG.TRY_ALLOC")
+    producers = reachable(cubin, folder, "USETMAXREG.DEALLOC")
+    assert most_registers(consumers) <= consumer_registers
+    assert most_registers(producers) <= producer_registers
+    for code, registers in ((consumers, consumer_registers), (producers, producer_registers)):
+        assert any("USETMAXREG" in line and f"0x{registers:x}" in line for line in code)
+    return consumers, producers
+
+
+def check_scopes(code):
+    """Words that another GPU may write or read are 64 bits wide and always at system scope; counters have 32 bits."""
+    words = [line for line in code if re.search(r"(LDG|STG|ATOMG|REDG|LD|ST|ATOM|RED)\.E\.\S*64\.STRONG", line)]
+    assert words and all("STRONG.SYS" in line for line in words)
+    for access in ("LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS", "ATOMG.E.CAS.64.STRONG.SYS", "MEMBAR.ALL.SYS"):
+        assert any(access in line for line in code), f"no {access}"
+    assert not any(re.search(r"\.64\.STRONG\.(GPU|CTA|SM)", line) for line in code)
+
+
+@pytest.mark.parametrize("specialisation", of("megaring_backward"), ids=lambda each: each.label)
+def test_backward_machine_code(specialisation, cubins, tmp_path):
+    code = disassemble(cubins[specialisation].cubin, tmp_path)
+    cubin = cubins[specialisation].cubin
+    consumers, producers = roles(cubin, tmp_path, BACKWARD_CONSUMER_REGISTERS, BACKWARD_PRODUCER_REGISTERS)
+    quotas = BACKWARD_PRODUCER_REGISTERS + 2 * BACKWARD_CONSUMER_REGISTERS
+    assert 3 * cubins[specialisation].report.registers >= quotas
+    check_scopes(code)
+
+    # dK and dV of other ranks' keys are added at system scope, dQ by the copy engine and never by a consumer.
+    added = [line for line in code if "REDG.E.ADD.F32" in line]
+    assert added and all("STRONG.SYS" in line and line in consumers for line in added)
+    assert any("UBLKRED" in line for line in producers) and not any("UBLKRED" in line for line in consumers)
+
+    # In the loop the probabilities are made between the waits for S^T and for dP^T, which runs meanwhile.
+    waits = [i for i, line in enumerate(consumers) if "WARPGROUP.DEPBAR" in line]
+    hidden = [sum("MUFU.EX2" in line for line in consumers[a:b]) for a, b in pairwise(waits)]
+    assert hidden.count(32) == 2, "once for a task's first query tile, once in the loop"
+
+
+@pytest.mark.parametrize("specialisation", of("megaring_forward"), ids=lambda each: each.label)
 def test_forward_machine_code(specialisation, cubins, tmp_path):
     code = disassemble(cubins[specialisation].cubin, tmp_path)
-    raised = next(i for i, line in enumerate(code) if line.startswith("USETMAXREG.TRY_ALLOC"))
-    lowered = next(i for i, line in enumerate(code) if line.startswith("USETMAXREG.DEALLOC"))
-    assert raised < lowered, "this test reads the consumers' code before the producers'"
-    consumers, others = code[raised:lowered], [*code[:raised], *code[lowered:]]
-
-    # Each role keeps within its quota, and the quotas within what the block is launched with.
-    assert most_registers(consumers) <= CONSUMER_REGISTERS
-    assert most_registers(others) <= PRODUCER_REGISTERS
+    consumers, _ = roles(cubins[specialisation].cubin, tmp_path, CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     assert 3 * cubins[specialisation].report.registers >= PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS
-    assert f"0x{CONSUMER_REGISTERS:x}" in code[raised] and f"0x{PRODUCER_REGISTERS:x}" in code[lowered]
+    check_scopes(code)
 
     # In the loop the softmax runs between the wait for the scores and the one for P V.
     waits = [i for i, line in enumerate(consumers) if "WARPGROUP.DEPBAR" in line]
     scores = next(i for i in waits if "gsb0, 0x1" in consumers[i])
     values = next(i for i in waits if i > scores)
     assert sum("MUFU.EX2" in line for line in consumers[scores:values]) >= 64
-
-    # Words that another GPU may write or read: 64 bits wide, always at system scope. Counters of one GPU have 32 bits.
-    words = [line for line in code if re.search(r"(LDG|STG|ATOMG|LD|ST|ATOM)\.E\.\S*64\.STRONG", line)]
-    assert words and all("STRONG.SYS" in line for line in words)
-    for access in ("LDG.E.64.STRONG.SYS", "STG.E.64.STRONG.SYS", "ATOMG.E.CAS.64.STRONG.SYS", "MEMBAR.ALL.SYS"):
-        assert any(access in line for line in others), f"no {access}"
-    assert not any(re.search(r"\.64\.STRONG\.(GPU|CTA|SM)", line) for line in code)
 
 
 def test_signal_words_have_system_scope(cubins, tmp_path):

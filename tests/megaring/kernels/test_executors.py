@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import CASES, gather_rows, make_inputs, place_rows, relative_error, whole_attention
+from attention_cases import CASES, gather_rows, make_inputs, oracle, place_rows, relative_error
 
 import megaring
 from buddyring import Placement
 from megaring.kernels.checks import executors
-from megaring.kernels.checks.gather import gather_attention
+from megaring.kernels.checks.gather import gather_attention, gather_gradients
 
 
 def ends_together(q, k, v, segments, causal, scale):
@@ -31,23 +31,33 @@ def ends_together(q, k, v, segments, causal, scale):
     return torch.cat(outs).to(q.dtype), None
 
 
-KERNEL = SimpleNamespace(forward=ends_together)
+def differentiated(dout, q, k, v, out, lse, segments, causal, scale, deterministic):
+    """Its gradients, by autograd."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    made, _ = ends_together(*leaves, segments, causal, scale)
+    assert out.shape == made.shape and lse is None and not deterministic
+    return torch.autograd.grad(made, leaves, dout.double())
+
+
+KERNEL = SimpleNamespace(forward=ends_together, backward=differentiated)
 
 
 def gathered(rank, world_size, case, inputs):
     shards = megaring.to_device(case.placement().shards(rank), "cpu")
-    q, k, v = (place_rows(x, shards.shards) for x in inputs.tensors()[:3])
+    q, k, v, gradient = (place_rows(x, shards.shards) for x in inputs.tensors())
     group = dist.group.WORLD if world_size > 1 else None
-    return gather_attention(q, k, v, shards, group, KERNEL)
+    out, lse = gather_attention(q, k, v, shards, group, KERNEL)
+    return out, *gather_gradients(gradient, q, k, v, out, lse, shards, group, KERNEL)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gather_attends_to_whole_sequences(pool, name):
+def test_gather_attends_to_whole_sequences_and_differentiates(pool, name):
     case = CASES[name]
     inputs = make_inputs(sum(case.lengths), (4, 2), 8, torch.float64)
-    outs = pool.run(case.ranks, gathered, case, inputs)
-    expected, _ = whole_attention(inputs.q, inputs.k, inputs.v, case.lengths)
-    assert relative_error(gather_rows(case, outs), expected) < 1e-12
+    made = pool.run(case.ranks, gathered, case, inputs)
+    out, _, *gradients = oracle(inputs, case.lengths)
+    for parts, expected in zip(zip(*made, strict=True), (out, *gradients), strict=True):
+        assert relative_error(gather_rows(case, parts), expected) < 1e-12
 
 
 LENGTHS = (90, 33, 20, 7)
@@ -57,39 +67,46 @@ PLACEMENTS = {
 }
 
 
-def compared(rank, world_size, spoil):
+def compared(rank, world_size, spoil, backward):
     """Differences of executors and placements from the reference backend on one placement."""
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executors, "local_kernel", lambda q: KERNEL)
         patch.setitem(executors.RUN, "fused", functools.partial(executors._attention, "reference"))
+        patch.setitem(executors.DIFFERENTIATE, "fused", functools.partial(executors._attention_backward, "reference"))
         if spoil:
             patch.setitem(executors.RUN, "gather", lambda q, k, v, shards: q.roll(1, dims=1))
-        first, error = executors.placed("0", "fused", PLACEMENTS["mixed"], rank, device)
+            patch.setitem(executors.DIFFERENTIATE, "gather", lambda q, k, v, gradient, shards: lambda: (q, v, k))
+        first, error = executors.placed("0", "fused", PLACEMENTS["mixed"], rank, device, backward=backward)
         assert not error and first.difference == 0.0
         found = {}
         for executor in ("fused", "ring", "gather"):
             for name, placement in PLACEMENTS.items():
-                made, _ = executors.placed(name, executor, placement, rank, device, first)
+                made, _ = executors.placed(name, executor, placement, rank, device, first, backward=backward)
                 found[executor, name] = made.difference
-                assert made.contender.flops == executors.forward_flops(LENGTHS)
+                assert made.contender.flops == executors.forward_flops(LENGTHS) * (2.5 if backward else 1)
+                assert made.output.shape[1:] == ((48, 128) if backward else (32, 128))
+                made.contender.run()  # again, as a race does
         return found
 
 
-def test_executors_and_placements_of_a_batch_give_the_same(pool):
-    for found in pool.run(2, compared, False):
-        assert all(difference < executors.DIFFERENCE_LIMIT for difference in found.values())
+@pytest.mark.parametrize("backward", [False, True])
+def test_executors_and_placements_of_a_batch_give_the_same(pool, backward):
+    limit = executors.GRADIENT_DIFFERENCE_LIMIT if backward else executors.DIFFERENCE_LIMIT
+    for found in pool.run(2, compared, False, backward):
+        assert all(difference < limit for difference in found.values())
         assert found["fused", "mixed"] == 0.0
 
 
-def test_a_wrong_executor_differs(pool):
-    for found in pool.run(2, compared, True):
-        assert {name for (name, _), difference in found.items() if difference > executors.DIFFERENCE_LIMIT} == {
-            "gather"
-        }
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_executor_differs(pool, backward):
+    limit = executors.GRADIENT_DIFFERENCE_LIMIT if backward else executors.DIFFERENCE_LIMIT
+    for found in pool.run(2, compared, True, backward):
+        assert {name for (name, _), difference in found.items() if difference > limit} == {"gather"}
 
 
 def test_an_executor_that_refuses_says_why():
     placement = Placement.from_groups([20], 1, [(0, 1)])
-    made, error = executors.placed("0", "fused", placement, 0, torch.device("cpu"))
-    assert made is None and "it needs a Hopper GPU" in error
+    for backward in (False, True):
+        made, error = executors.placed("0", "fused", placement, 0, torch.device("cpu"), backward=backward)
+        assert made is None and "it needs a Hopper GPU" in error
