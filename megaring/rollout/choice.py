@@ -11,7 +11,7 @@ from megaring.rollout.layout import OWNERS, Layout, layout_named
 from megaring.rollout.owners import rebalance
 from megaring.rollout.queues import Queues
 from megaring.rollout.steering import Steer, View
-from megaring.rollout.step import StepPlan
+from megaring.rollout.step import LAYER_AHEAD, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,43 +24,63 @@ class Choice:
 
 
 class Chooser:
-    """Chooses for one engine. Nothing changes by it."""
+    """Chooses for one engine, and remembers a switch that it has had prepared."""
 
     def __init__(self, executor: Executor, queues: Queues, config: EngineConfig, steer: Steer | None) -> None:
         self._executor, self._queues, self._config, self._steer = executor, queues, config, steer
+        self._prepared: Layout | None = None
         self._limits = Limits(config.max_rows, config.max_running, config.max_logits, config.expected_growth)
 
     def choose(self, step: int) -> Choice:
         """The next step; without chunks, nothing can run in any layout that can be reached."""
-        draft, deferred = self._draft(step)
-        return Choice(draft, self._with_moves(self._plan(step, draft)), deferred)
+        here, prepared, self._prepared = self._executor.layout, self._prepared, None
+        draft = self._compose(here)
+        if not draft.chunks:  # nobody fits here even alone: any layout that has room is right
+            draft = self._elsewhere(step) or draft
+            return Choice(draft, self._plan(step, draft))
+        wanted = prepared or self._ask(step, draft)
+        other, deferred = self._compose_in(wanted, step, draft) if wanted is not here else (None, None)
+        if other is None:
+            return Choice(draft, self._with_moves(self._plan(step, draft)), deferred)
+        if prepared or not self._prepares:
+            return Choice(other, self._with_moves(self._plan(step, other)))
+        self._prepared = wanted
+        return Choice(draft, replace(self._plan(step, draft), prepare=wanted.name))
 
     def release_only(self, step: int) -> Choice:
         """A step that only gives back what ended sequences held."""
         draft = Draft(self._executor.layout)
         return Choice(draft, self._plan(step, draft))
 
-    def _draft(self, step: int) -> tuple[Draft, str | None]:
+    @property
+    def _prepares(self) -> bool:
+        return self._config.prepare_switches and self._config.switch_mode == LAYER_AHEAD
+
+    def _ask(self, step: int, draft: Draft) -> Layout:
+        """The layout that is wanted for a step that would run here as in ``draft``."""
         here = self._executor.layout
-        draft = self._compose(here)
-        if not draft.chunks:  # nobody fits here even alone: any layout that has room is right
-            others = (layout_named(name) for name in self._config.layouts if name != here.name)
-            drafts = (each for each in map(self._compose, others) if each.chunks)
-            return next((each for each in drafts if not self._obstacle(step, each)), draft), None
         if self._steer is None:
-            return draft, None
-        view = View(step, here, draft, self._executor.ledger, self._gone(draft))
-        wanted = layout_named(self._steer(view))
-        if wanted is here:
-            return draft, None
+            return here
+        return layout_named(self._steer(View(step, here, draft, self._executor.ledger, self._gone(draft))))
+
+    def _elsewhere(self, step: int) -> Draft | None:
+        """A draft in another layout that can be reached, for a batch of which nothing can run here."""
+        here = self._executor.layout
+        others = (layout_named(name) for name in self._config.layouts if name != here.name)
+        drafts = (each for each in map(self._compose, others) if each.chunks)
+        return next((each for each in drafts if not self._obstacle(step, each)), None)
+
+    def _compose_in(self, wanted: Layout, step: int, draft: Draft) -> tuple[Draft | None, str | None]:
+        """The step in another layout, or None and why it cannot run there."""
         if wanted.name not in self._config.layouts:
-            return draft, f"{wanted} is not among the layouts of this worker, {', '.join(self._config.layouts)}"
+            return None, f"{wanted} is not among the layouts of this worker, {', '.join(self._config.layouts)}"
         other = self._compose(wanted)
-        stopped = [each for each in draft.work if each.history is not None and each not in other.work]
+        running = [each for each in draft.work if each.history is not None or not other.chunks]
+        stopped = [each for each in running if each not in other.work]
         if stopped:
-            return draft, f"{wanted} has no room for {len(stopped)} sequences that run on in {here}"
+            return None, f"{wanted} has no room for {len(stopped)} sequences that run in {draft.layout}"
         obstacle = self._obstacle(step, other)
-        return (draft, obstacle) if obstacle else (other, None)
+        return (None, obstacle) if obstacle else (other, None)
 
     def _compose(self, layout: Layout) -> Draft:
         executor = self._executor

@@ -22,7 +22,8 @@ class EngineConfig:
     ``expected_growth``: the share of ``max_tokens`` that admission reckons with; 1 never has to preempt in one layout.
     ``layouts``: those that the worker may be in. ``keep_prefixes``: histories of ended sequences stay until their room
     is needed. ``rebalance_every``: steps between looks at whether owners should be evened out, 0 for never. ``seed``:
-    that seeds of requests without one are derived from. ``switch_mode``: as in a plan.
+    that seeds of requests without one are derived from. ``switch_mode``: as in a plan. ``prepare_switches``: decide a
+    step ahead, so that the first layer moves under the step before; not for blocking switches.
     """
 
     max_context: int
@@ -37,6 +38,7 @@ class EngineConfig:
     rebalance_every: int = 64
     seed: int = 0
     switch_mode: str = LAYER_AHEAD
+    prepare_switches: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_rows", "max_running", "max_waiting", "max_logits"):

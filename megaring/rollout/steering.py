@@ -53,15 +53,16 @@ class View:
 
 
 Steer = Callable[[View], str]
-"""Names the layout that a step should run in. The engine asks before every step that has rows, and follows if the
-switch has room and preempts nobody who could run on without it."""
+"""Names the layout to run in. The engine asks before every step that has rows, unless it has a switch prepared, and
+follows if the switch has room and stops nobody who could run on without it."""
 
 
 def by_cost(group: Group, scheduler: Scheduler) -> Steer:
     """Follow a scheduler, on what the cost model says of every layout."""
 
     def steer(view: View) -> str:
-        scheduler.hold(view.layout)
+        if scheduler.layout is not view.layout:  # a switch had to wait, or was made for want of room
+            scheduler.hold(view.layout)
         forced = scheduler.policy.forced
         return scheduler.decide(candidates(group, view.layout, view.histories, view.rows, forced=forced)).layout
 

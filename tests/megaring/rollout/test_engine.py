@@ -132,6 +132,35 @@ def play(engine, script):
     raise AssertionError("the engine does not come to an end")
 
 
+def test_a_switch_is_prepared_a_step_ahead_or_not():
+    for prepares, expected_switches in (
+        (True, [(4, "DP"), (7, "CP"), (10, "DOP")]),
+        (False, [(3, "DP"), (6, "CP"), (9, "DOP")]),
+    ):
+        executor = FakeExecutor(2, "TP", dict.fromkeys(PAGES, 50))
+        engine = Engine(executor, replace(CONFIG, prepare_switches=prepares), steer=in_turn(3))
+        engine.add([1, 2], SamplingParams(max_tokens=11, ignore_eos=True))
+        drain(engine)
+        switched = [(plan.step, plan.switch_to) for plan in executor.plans if plan.switch_to]
+        assert switched == expected_switches
+        prepared = [(plan.step + 1, plan.prepare) for plan in executor.plans if plan.prepare]
+        assert prepared == (switched if prepares else [])
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_a_switch_without_room_waits_with_its_reason(prepares):
+    """Under DP an owner has room for 64 tokens only; the prompt has 100."""
+    executor = FakeExecutor(2, "TP", {**PAGES, "DP": 1})
+    engine = Engine(executor, replace(CONFIG, prepare_switches=prepares), steer=lambda view: "DP")
+    params = SamplingParams(max_tokens=4, n=2, seed=1, ignore_eos=True)
+    engine.add(prompt_of(1, 100), params)
+    found = outputs(drain(engine))
+    check(found[0, 1], prompt_of(1, 100), params, 1)
+    reasons = [step.deferred for step in engine.metrics.steps]
+    assert reasons[0] == "DP has no room for 1 sequences that run in TP"
+    assert all(reasons) and not engine.metrics.switches
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(traffic(), st.sampled_from(["stay", "turn"]), st.sampled_from(list(PAGES)), st.booleans(), st.integers(1, 3))
 def test_no_token_is_lost_repeated_or_reordered(script, steering, layout, keep, ranks):

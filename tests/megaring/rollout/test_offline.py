@@ -46,7 +46,7 @@ def test_outputs_come_in_the_order_of_the_prompts(batch):
 
 def test_switches_are_told_and_the_batch_is_summed_up(batch):
     engine, _, outputs, said = batch
-    assert said[0].startswith("step 4: TP -> DP, ")
+    assert said[0].startswith("step 5: TP -> DP, ")  # wanted in step 4, which it prepares
     assert len(said) == engine.metrics.switches.total() > 3
     lines = summary_lines(engine, outputs)
     tokens = sum(len(output.samples[0].tokens) for output in outputs)
