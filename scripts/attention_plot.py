@@ -43,17 +43,18 @@ def draw(suite: str, rows: Sequence[dict], path: Path) -> None:
 def _series(suite: str, rows: Sequence[dict]) -> tuple[str, str, float | None, dict[str, dict[str, float]]]:
     """Title, unit, height of a line across, and the bars of each series by label."""
     series: dict[str, dict[str, float]] = {}
+    what = "Backward" if any(row.get("pass") == "bwd" for row in rows) else "Forward"
     if suite == "shapes":
         for row in rows:
             if "contender" in row:
                 series.setdefault(row["contender"], {})[row["shape"]] = row["tflops"]
-        return "Forward, 32 query and 8 KV heads of 128, bf16, causal", "TFLOP/s of useful work", None, series
+        return f"{what}, 32 query and 8 KV heads of 128, bf16, causal", "TFLOP/s of useful work", None, series
     if suite == "virtual":
         values = {f"{row['cell']} {row['batch']}": row["of_serial"] for row in rows if "of_serial" in row}
-        return "Virtual ranks on one GPU", "speed over one rank with the whole work", 1.0, {"fused": values}
+        return f"{what} of virtual ranks on one GPU", "speed over one rank with the whole work", 1.0, {"fused": values}
     found = summaries(rows)
     if any(each.speedup is not None for each in found):
         values = {each.cell: each.speedup for each in found if each.speedup is not None}
-        return "Forward over the fastest baseline of each batch, normalised", "times faster", 1.0, {"fused": values}
+        return f"{what} over the fastest baseline of each batch, normalised", "times faster", 1.0, {"fused": values}
     values = {each.cell: each.normalised_tflops for each in found}
-    return "Forward of batches of different lengths", "TFLOP/s per GPU, normalised", None, {"fused": values}
+    return f"{what} of batches of different lengths", "TFLOP/s per GPU, normalised", None, {"fused": values}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from attention_tables import OURS, print_cells
 
 from buddyring import Placement, plan
 from megaring.kernels.checks import executors
-from megaring.kernels.checks.contenders import forward_flops, fused, libraries, random_tensors
+from megaring.kernels.checks.contenders import Tensors, forward_flops, fused, libraries, random_tensors
+from megaring.kernels.checks.gradient_contenders import backward_libraries, fused_backward, random_gradient
 from megaring.kernels.checks.race import Alone, Contender, Race, Together, race
 from megaring.kernels.checks.timing import SHAPES
 
@@ -23,13 +24,47 @@ CUDNN = "cudnn 1 x 32768"
 
 @dataclass(frozen=True)
 class Pass:
-    """One direction. key: in a file's ``baseline_ms``. work: operations per one of a forward."""
+    """One direction. key: in a file's ``baseline_ms``. work: operations per one of a forward.
+
+    reference: TFLOP/s of cuDNN at 1 x 32768 on the machine to which times are normalised. difference: the largest
+    between two executors.
+    """
 
     key: str
     work: float
+    reference: float
+    difference: float
+
+    @property
+    def backward(self) -> bool:
+        """Whether it differentiates."""
+        return self.work != 1.0
 
 
-FORWARD = Pass("fwd", 1.0)
+FORWARD = Pass("fwd", 1.0, 589.0, executors.DIFFERENCE_LIMIT)
+BACKWARD = Pass("bwd", 2.5, 530.0, executors.GRADIENT_DIFFERENCE_LIMIT)
+PASSES = {each.key: each for each in (FORWARD, BACKWARD)}
+
+
+class Values:
+    """The inputs of a race on one GPU, and its contenders in the direction of the command line."""
+
+    def __init__(self, tokens: int, device: torch.device, options: argparse.Namespace):
+        self._tensors: Tensors = random_tensors(tokens, device)
+        self._gradient = random_gradient(tokens, device) if PASSES[options.direction].backward else None
+        self._folder = options.folder
+
+    def ours(self, name: str, placement: Placement, **options) -> Contender:
+        """Our kernel, with these options of its launch."""
+        if self._gradient is None:
+            return fused(name, placement, self._tensors, self._folder, **options)
+        return fused_backward(name, placement, self._tensors, self._gradient, self._folder, **options)
+
+    def libraries(self, lengths: tuple[int, ...], only: Sequence[str] = ("cudnn", "fa2", "fa3")) -> list[Contender]:
+        """Those of ``only`` that run here, on equal ``lengths``."""
+        if self._gradient is None:
+            return libraries(lengths, self._tensors, only)
+        return backward_libraries(lengths, self._tensors, self._gradient, only)
 
 
 def run_shapes(options: argparse.Namespace, device: torch.device, world: int) -> Iterator[list[dict]]:
@@ -39,12 +74,13 @@ def run_shapes(options: argparse.Namespace, device: torch.device, world: int) ->
         if time.monotonic() > end:
             print(f"no time left for {name} and what follows", flush=True)
             return
-        tensors = random_tensors(sum(lengths), device)
+        values = Values(sum(lengths), device, options)
         whole = Placement.from_groups(lengths, 1, [(0, 1)] * len(lengths))
-        entrants = [fused("fused", whole, tensors, options.folder), *libraries(lengths, tensors)]
-        entrants += [fused(label, whole, tensors, options.folder, **more) for label, more in options.variants]
+        entrants = [values.ours("fused", whole), *values.libraries(lengths)]
+        entrants += [values.ours(label, whole, **more) for label, more in options.variants]
         done = race(entrants, rounds=options.rounds, device=device.index)
-        yield [*({"shape": name, **row} for row in done.rows("cudnn")), {"shape": name, **done.clocks()}]
+        about = {"shape": name, "pass": options.direction}
+        yield [*({**about, **row} for row in done.rows("cudnn")), {**about, **done.clocks()}]
         torch.cuda.empty_cache()
 
 
@@ -69,7 +105,8 @@ def race_cell(
     cell: Cell, options: argparse.Namespace, device: torch.device, world: int, ranks: Alone | Together
 ) -> list[dict]:
     """One cell's rows."""
-    entrants = [_cudnn(device)]
+    of = PASSES[options.direction]
+    entrants = _cudnn(device, options)
     rows: dict[str, dict] = {}
     for batch in cell.batches:
         combinations = [OURS]
@@ -80,8 +117,10 @@ def race_cell(
         for executor, scheduler in combinations:
             placement = place(batch, world, scheduler, options)
             name = f"{batch.index} {executor} {scheduler}"
-            entrant, error = executors.placed(name, executor, placement, ranks.rank, device, reference)
-            rows[name] = {**about(batch, executor, scheduler, placement), "gpus": world}
+            entrant, error = executors.placed(
+                name, executor, placement, ranks.rank, device, reference, backward=of.backward
+            )
+            rows[name] = {**about(batch, executor, scheduler, placement, of), "gpus": world}
             if entrant is None:
                 rows[name]["error"] = error
                 continue
@@ -89,7 +128,7 @@ def race_cell(
                 reference = entrant
             entrants.append(entrant.contender)
             (difference,) = ranks.most([entrant.difference])
-            rows[name] |= {"difference": difference, "wrong": difference > executors.DIFFERENCE_LIMIT}
+            rows[name] |= {"difference": difference, "wrong": difference > of.difference}
     done = race(entrants, rounds=options.rounds, ranks=ranks, device=device.index)
     return _timed_rows(rows, done, world, options.reference)
 
@@ -119,15 +158,13 @@ def run_virtual(options: argparse.Namespace, device: torch.device, world: int) -
         if time.monotonic() > end:
             print(f"no time left for {batch.cell} and what follows", flush=True)
             return
-        tensors = random_tensors(batch.tokens, device)
+        values = Values(batch.tokens, device, options)
         placement = place(batch, options.virtual, "buddyring", options)
         whole = Placement.from_groups(batch.lengths, 1, [(0, 1)] * len(batch.lengths))
-        entrants = [
-            fused("virtual", placement, tensors, options.folder),
-            fused("serial", whole, tensors, options.folder),
-        ]
+        entrants = [values.ours("virtual", placement), values.ours("serial", whole)]
         done = race(entrants, rounds=options.rounds, device=device.index)
-        row = {**about(batch, "fused", "buddyring", placement), "ranks": options.virtual}
+        of = PASSES[options.direction]
+        row = {**about(batch, "fused", "buddyring", placement, of), "ranks": options.virtual}
         if len(done.times) == 2:
             virtual, serial = done.times["virtual"], done.times["serial"]
             row |= {"virtual_ms": virtual.median, "serial_ms": serial.median, "of_serial": virtual.speed(serial)}
@@ -169,11 +206,11 @@ def about(batch: Batch, executor: str, scheduler: str, placement: Placement, of:
     }
 
 
-def _cudnn(device: torch.device) -> Contender:
+def _cudnn(device: torch.device, options: argparse.Namespace) -> list[Contender]:
     """The yardstick of every race, on each rank by itself."""
     lengths = (32768,)
-    made = libraries(lengths, random_tensors(32768, device), only=("cudnn",))[0]
-    return Contender(CUDNN, made.run, made.flops)
+    found = Values(sum(lengths), device, options).libraries(lengths, only=("cudnn",))
+    return [Contender(CUDNN, made.run, made.flops) for made in found]
 
 
 RUN = {"shapes": run_shapes, "ranks": run_ranks, "virtual": run_virtual}

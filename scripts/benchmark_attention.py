@@ -14,6 +14,8 @@ One GPU carrying eight virtual ranks, beside the same sequences whole on one ran
 
     python scripts/benchmark_attention.py virtual --virtual 8 --output virtual.json
 
+``--pass bwd`` measures the backward alone, by the same contenders, of an output that each has made before.
+
 Times are those of the slowest rank, the handshake included, the median over rounds in which all contenders of a cell
 take turns. Machines and clocks differ, so times are also given as on a machine whose cuDNN reaches ``--reference``
 TFLOP/s at 1 x 32768, by cuDNN's rate in the same round.
@@ -38,7 +40,7 @@ import torch
 import torch.distributed as dist
 from attention_batches import BatchesError, cells, own_batches, read_batches
 from attention_plot import draw
-from attention_suites import RUN
+from attention_suites import PASSES, RUN
 from attention_tables import PRINT
 
 from buddyring import SCHEDULERS
@@ -87,9 +89,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--output", type=Path, metavar="FILE.json", help="where to write the numbers; default: nowhere")
     common.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    common.add_argument(
+        "--pass",
+        dest="direction",
+        choices=list(PASSES),
+        default="fwd",
+        help="the forward, or the backward alone; default: fwd",
+    )
     common.add_argument("--rounds", type=int, default=6, help="rounds of every race; default: 6")
     common.add_argument("--seconds", type=float, default=540.0, help="no race begins after this; default: 540")
-    common.add_argument("--reference", type=float, default=589.0, help="cuDNN's TFLOP/s to normalise to; default: 589")
+    common.add_argument(
+        "--reference",
+        type=float,
+        help="cuDNN's TFLOP/s to normalise to; default: "
+        + ", ".join(f"{each.reference:.0f} ({key})" for key, each in PASSES.items()),
+    )
     common.add_argument("--folder", type=Path, help="cache of compiled kernels (default: the user's)")
     placing = argparse.ArgumentParser(add_help=False)
     placing.add_argument("--batches", type=Path, metavar="FILE.json", help="batches with their baselines")
@@ -108,6 +122,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     virtual = suites.add_parser("virtual", parents=[common, placing], help="virtual ranks on one GPU")
     virtual.add_argument("--virtual", type=int, default=8, choices=(2, 4, 8), help="virtual ranks; default: 8")
     options = parser.parse_args(arguments)
+    if options.reference is None:
+        options.reference = PASSES[options.direction].reference
     if options.rounds < 2:
         parser.error("--rounds must be at least 2")
     if options.suite != "shapes":

@@ -24,7 +24,13 @@ def scripts():
 
 def batches_file(folder, **changes):
     made = [
-        {"distribution": "arxiv", "tokens": 100, "batch": i, "lengths": [60 + i, 40 - i], "baseline_ms": {"fwd": 2.0}}
+        {
+            "distribution": "arxiv",
+            "tokens": 100,
+            "batch": i,
+            "lengths": [60 + i, 40 - i],
+            "baseline_ms": {"fwd": 2.0, "bwd": 2.0},
+        }
         for i in range(2)
     ]
     made[1] |= changes
@@ -38,7 +44,7 @@ def batches_file(folder, **changes):
 
 def test_batches_of_a_file_and_of_our_own(scripts, tmp_path):
     read = scripts.batches.read_batches(batches_file(tmp_path))
-    assert [each.lengths for each in read] == [(60, 40), (61, 39)] and read[0].baseline_ms == {"fwd": 2.0}
+    assert [each.lengths for each in read] == [(60, 40), (61, 39)] and read[0].baseline_ms == {"fwd": 2.0, "bwd": 2.0}
     own = scripts.batches.own_batches([1024, 2048], 3)
     assert len(own) == 6 * 2 * 3 and all(sum(each.lengths) == each.tokens for each in own)
     assert any(length % 512 for each in own for length in each.lengths) and own[0].baseline_ms == {}
@@ -72,6 +78,10 @@ def test_the_shared_batches_are_understood(scripts):
         about = scripts.suites.about(each, "fused", "buddyring", scripts.suites.Placement.from_groups([4], 1, [(0, 1)]))
         assert about["gflop"] * 1e9 == pytest.approx(there["flops_forward"], rel=2e-3)
         assert about["baseline_ms"] == there["baseline_ms"]["fwd"]
+        placed = scripts.suites.Placement.from_groups([4], 1, [(0, 1)])
+        about = scripts.suites.about(each, "fused", "buddyring", placed, scripts.suites.BACKWARD)
+        assert about["gflop"] * 1e9 == pytest.approx(2.5 * there["flops_forward"], rel=2e-3)
+        assert about["baseline_ms"] == there["baseline_ms"]["bwd"] and about["pass"] == "bwd"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,29 @@ def test_options_that_cannot_work(scripts, capsys, argv, message):
     with pytest.raises(SystemExit):
         scripts.benchmark_attention.parse(argv)
     assert message in capsys.readouterr().err
+
+
+def test_the_direction_chooses_contenders_and_the_reference(scripts, monkeypatch):
+    asked = []
+    suites = scripts.suites
+    for name in ("fused", "libraries", "fused_backward", "backward_libraries"):
+        monkeypatch.setattr(suites, name, lambda *args, name=name, **options: asked.append((name, len(args), options)))
+    for direction, reference in (("fwd", 589.0), ("bwd", 530.0)):
+        options = scripts.benchmark_attention.parse(["shapes", "--pass", direction])
+        assert options.reference == reference
+        values = suites.Values(6, torch.device("cpu"), options)
+        values.ours("f 1", suites.Placement.from_groups([6], 1, [(0, 1)]), heads_per_task=1)
+        values.libraries((6,))
+    one = {"heads_per_task": 1}
+    assert asked == [
+        ("fused", 4, one),
+        ("libraries", 3, {}),
+        ("fused_backward", 5, one),
+        ("backward_libraries", 4, {}),
+    ]
+    assert scripts.benchmark_attention.parse(["shapes", "--reference", "600"]).reference == 600.0
+    title = scripts.plot._series("shapes", [{"shape": "1 x 8192", "pass": "bwd", "contender": "fused", "tflops": 1.0}])
+    assert title[0].startswith("Backward, 32 query")
 
 
 # How it is told
@@ -169,6 +202,7 @@ def ranks_suite(rank, world_size, argv):
 
     from megaring.kernels.checks import executors, race
 
+    backward = "bwd" in argv
     ms = {"cudnn 1 x 32768": 10.0, "0 fused buddyring": 1.0, "0 ring uniform": 3.0}
 
     def timed(contender, calls, ranks):
@@ -176,18 +210,22 @@ def ranks_suite(rank, world_size, argv):
         return ms.get(contender.name, 2.0) * (1 + rank)  # rank 1 is slower
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suites, "_cudnn", lambda device: race.Contender(suites.CUDNN, lambda: None, 589e10))
+        rate = 530e10 if backward else 589e10
+        patch.setattr(suites, "_cudnn", lambda device, options: [race.Contender(suites.CUDNN, lambda: None, rate)])
         patch.setitem(executors.RUN, "fused", executors.RUN["ring"])
         patch.setitem(executors.RUN, "gather", lambda q, k, v, shards: q)  # wrong
+        patch.setitem(executors.DIFFERENTIATE, "fused", executors.DIFFERENTIATE["ring"])
+        patch.setitem(executors.DIFFERENTIATE, "gather", lambda q, k, v, gradient, shards: lambda: (gradient, v, k))
         patch.setattr(race, "_timed", timed)
         patch.setattr(race, "gpu_state", lambda device: None)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         return list(suites.run_ranks(parse(argv), torch.device("cpu"), world_size))
 
 
-def test_a_cell_is_measured_on_all_ranks(pool, scripts, tmp_path):
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_cell_is_measured_on_all_ranks(pool, scripts, tmp_path, direction):
     argv = ["ranks", "--batches", str(batches_file(tmp_path)), "--tokens", "100", "--rounds", "2"]
-    argv += ["--schedulers", "buddyring", "uniform"]
+    argv += ["--schedulers", "buddyring", "uniform", "--pass", direction]
     one, two = pool.run(2, ranks_suite, argv, timeout=120)
     assert json.dumps(one) == json.dumps(two)
     (rows,) = one
@@ -203,7 +241,8 @@ def test_a_cell_is_measured_on_all_ranks(pool, scripts, tmp_path):
     assert ours["speedup"] == pytest.approx(2.0) and ours["tflops"] == pytest.approx(ours["gflop"] / 2.0 / 2)
     assert by_name[0, "ring", "uniform"]["median_ms"] == 6.0
     assert {name[1] for name, each in by_name.items() if each["wrong"]} == {"gather"}
-    assert rows[-1]["cudnn_tflops"] == pytest.approx(589 / 2)
+    assert {each["pass"] for each in rows[:-1]} == {direction}
+    assert rows[-1]["cudnn_tflops"] == pytest.approx((530 if direction == "bwd" else 589) / 2)
 
 
 def test_no_race_begins_after_the_time_is_up(pool, scripts, tmp_path):
