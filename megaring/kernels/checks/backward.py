@@ -79,7 +79,7 @@ def check_gradients(folder: Path | None, *, timeout_s: float = 1.0) -> Iterator[
                 "spread": result.spread,
                 "detail": result.detail,
             }
-    yield _watchdog(folder)
+    yield _watchdog(folder, max(5.0, timeout_s))
 
 
 def run_backward_case(
@@ -138,11 +138,11 @@ def _random(case: Case) -> tuple[Tensors, torch.Tensor]:
     return (q, k, v), gradient
 
 
-def _watchdog(folder: Path | None) -> dict:
+def _watchdog(folder: Path | None, forward_timeout_s: float) -> dict:
     """A rank whose peer never comes to the backward: its record within the bound, and NaN instead of gradients."""
     placement = Placement.from_groups(WATCHED.lengths, WATCHED.ranks, WATCHED.groups)
     calls = prepare_gradients(placement, *_random(WATCHED))
-    calls.forwards.run(timeout_s=5.0, folder=folder)
+    calls.forwards.run(timeout_s=forward_timeout_s, folder=folder)
     for call in calls.calls:
         for name in NAMES:
             getattr(call, name).zero_()

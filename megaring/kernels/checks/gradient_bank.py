@@ -1,4 +1,4 @@
-"""Sequences of fixed lengths with their fp64 gradients and a library's errors, so that many mixes can share them.
+"""Sequences of fixed lengths with their fp64 gradients and a library's, so that many mixes can share them.
 
 The sequences and their 3 key and 9 query heads are those of ``bank``. dK and dV are kept for each query head by itself;
 those of a case's key head are the sum over the query heads that share it.
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megaring.kernels.checks.bank import KV_HEADS, SCORE_BYTES, Kind, draw, query_numbers
-from megaring.kernels.checks.gradient_calls import Tensors, gradient_error, least_square
+from megaring.kernels.checks.gradient_calls import Tensors, least_square
 
 CUDNN_FROM = 2048  # tokens; cuDNN plans each shape for long, and twice: shorter sequences go to FlashAttention-2
 COMPARED_BYTES = 1 << 30  # fp64 gradients compared at a time
@@ -25,13 +25,15 @@ LIBRARIES = {
     "plain": SDPBackend.MATH,
 }
 
+Errors = tuple[float, ...]  # of dQ, dK and dV
+
 
 @dataclass(frozen=True, eq=False)
 class GradientEntry:
     """One sequence of ``n`` tokens; query head ``3 a + b`` attends to key head ``a``.
 
     q, gradient: ``[n, 9, D]``; k, v: ``[n, 3, D]``. wanted: dQ and each query head's share of dK and dV,
-    ``[n, 9, D]`` fp64. errors: relative L2 errors of ``library``'s dQ, dK and dV.
+    ``[n, 9, D]`` fp64. made: the same by ``library``, in the inputs' type.
     """
 
     q: torch.Tensor
@@ -39,7 +41,7 @@ class GradientEntry:
     v: torch.Tensor
     gradient: torch.Tensor
     wanted: Tensors
-    errors: tuple[float, float, float]
+    made: Tensors
     library: str
 
 
@@ -56,8 +58,7 @@ class GradientBank:
         if key not in self._entries:
             q, k, v, gradient = draw(length, kind, self._device)
             wanted = gradients_fp64(q, k, v, gradient, causal=kind.causal)
-            errors, library = _library((q, k, v), gradient, wanted, kind.causal)
-            self._entries[key] = GradientEntry(q, k, v, gradient, wanted, errors, library)
+            self._entries[key] = GradientEntry(q, k, v, gradient, wanted, *_library((q, k, v), gradient, kind.causal))
         return self._entries[key]
 
     def libraries(self) -> str:
@@ -77,36 +78,41 @@ def gradient_inputs(entries: Sequence[GradientEntry], query_heads: int, kv_heads
 
 
 def gradient_squares(entry: GradientEntry, gradients: Tensors, positions: torch.Tensor) -> torch.Tensor:
-    """``[3, 2]`` fp64: of dQ, dK and dV, the squared norm of our error and of the gradient.
+    """``[3, 3]`` fp64: of dQ, dK and dV, the squared norm of our error, of the library's, and of the gradient.
 
     gradients: ``[m, Hq, D]`` and twice ``[m, Hkv, D]``, of the entry's tokens ``positions [m]``; sums over disjoint
-    positions add up.
+    positions add up. The library's shares of dK and dV, each rounded once, are added in fp64: the errors are those of
+    one that adds them before it rounds.
     """
     (query_heads, head_dim), kv_heads = gradients[0].shape[1:], gradients[1].shape[1]
     ratio, numbers = query_heads // kv_heads, query_numbers(query_heads, kv_heads)
-    sums = torch.zeros(3, 2, dtype=torch.float64, device=positions.device)
+    sums = torch.zeros(3, 3, dtype=torch.float64, device=positions.device)
     step = max(1, COMPARED_BYTES // (8 * ratio * head_dim * max(1, len(positions))))
     for first in range(0, kv_heads, step):
         keys = slice(first, min(first + step, kv_heads))
         queries = slice(keys.start * ratio, keys.stop * ratio)
         heads = torch.tensor(numbers[queries], device=positions.device)
         for part, heads_here in enumerate((queries, keys, keys)):
-            wanted = entry.wanted[part][positions[:, None], heads]
+            wanted, made = (each[part][positions[:, None], heads].double() for each in (entry.wanted, entry.made))
             if part:
-                wanted = wanted.unflatten(1, (-1, ratio)).sum(dim=2)
+                wanted, made = (each.unflatten(1, (-1, ratio)).sum(dim=2) for each in (wanted, made))
             sums[part, 0] += (gradients[part][:, heads_here].double() - wanted).square().sum()
-            sums[part, 1] += wanted.square().sum()
+            sums[part, 1] += (made - wanted).square().sum()
+            sums[part, 2] += wanted.square().sum()
     return sums
 
 
-def gradient_errors(sums: torch.Tensor, heads: tuple[int, int, int], head_dim: int) -> tuple[float, float, float]:
-    """Relative L2 errors as ``gradient_error`` gives them, from ``gradient_squares`` over a whole sequence.
+def gradient_errors(sums: torch.Tensor, heads: tuple[int, int, int], head_dim: int) -> tuple[Errors, Errors]:
+    """Relative L2 errors, ours and the library's, as ``gradient_error`` gives them, from a sequence's ``squares``.
 
     heads: of dQ, dK and dV.
     """
-    pairs = zip(sums.tolist(), heads, strict=True)
-    dq, dk, dv = ((error / max(norm, least_square(each, head_dim))) ** 0.5 for (error, norm), each in pairs)
-    return dq, dk, dv
+    norms = [max(norm, least_square(each, head_dim)) for norm, each in zip(sums[:, 2].tolist(), heads, strict=True)]
+    ours, theirs = (
+        tuple((error / norm) ** 0.5 for error, norm in zip(sums[:, column].tolist(), norms, strict=True))
+        for column in (0, 1)
+    )
+    return ours, theirs
 
 
 def gradients_fp64(
@@ -149,13 +155,10 @@ def gradients_fp64(
     return dq, dk, dv
 
 
-def _library(
-    inputs: Tensors, gradient: torch.Tensor, wanted: Tensors, causal: bool
-) -> tuple[tuple[float, float, float], str]:
-    """A library's errors and its name: cuDNN from ``CUDNN_FROM`` tokens on where it takes the shape.
+def _library(inputs: Tensors, gradient: torch.Tensor, causal: bool) -> tuple[Tensors, str]:
+    """A library's gradients and its name: cuDNN from ``CUDNN_FROM`` tokens on where it takes the shape.
 
-    It gets each key head as often as it is used. Its dK and dV of those are rounded once and added in fp32, so the
-    errors are those of a library that adds them before it rounds.
+    It gets each key head as often as it is used, so that each query head's share is to be seen.
     """
     ratio = inputs[0].shape[1] // inputs[1].shape[1]
     leaves = [
@@ -173,8 +176,5 @@ def _library(
                 raise
             continue
         break
-    found = [each[0].transpose(0, 1).float() for each in made]
-    pairs = [(found[0], wanted[0])]
-    pairs += [tuple(x.unflatten(1, (-1, ratio)).sum(dim=2) for x in (found[i], wanted[i])) for i in (1, 2)]
-    dq, dk, dv = (gradient_error(ours, right) for ours, right in pairs)
+    dq, dk, dv = (each[0].transpose(0, 1) for each in made)
     return (dq, dk, dv), name

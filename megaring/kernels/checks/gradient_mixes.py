@@ -22,6 +22,7 @@ from megaring.kernels.checks.backward import FLOOR, limit
 from megaring.kernels.checks.bank import KV_HEADS, QUERY_HEADS, Kind
 from megaring.kernels.checks.forward import Case
 from megaring.kernels.checks.gradient_bank import (
+    Errors,
     GradientBank,
     gradient_errors,
     gradient_inputs,
@@ -39,8 +40,6 @@ from megaring.kernels.checks.mixes import KINDS, LENGTHS, MIXES, MOST_TOKENS, mi
 LONG = 8192  # mixes with longer sequences have
 LONG_QUERY_HEADS = 16  # about this many query heads at most
 MOST_RATIO = 1.2  # of the error on eight ranks to that on one
-
-Errors = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ def gradient_mix(seed: int) -> GradientMix:
 def run_gradient_mix(mixed: GradientMix, bank: GradientBank, *, repeats: int = 2, **options) -> GradientOutcome:
     """Run one mix and judge its last call. ``options``: of both kernels. Raises PeerTimeout."""
     case = mixed.case
-    kind = Kind(case.head_dim, case.dtype, case.causal)
     calls = _calls(case, bank, mixed.heads_per_task)
     calls.forwards.run(**options)
     calls.run(**options)
@@ -106,20 +104,12 @@ def run_gradient_mix(mixed: GradientMix, bank: GradientBank, *, repeats: int = 2
         calls.poison()
         calls.run(**options)
         spread, detail = largest((spread, calls.spread(first))), detail or calls.fault()
-    found = _errors(calls, case, bank)
-    library = {length: bank.entry(length, kind).errors for length in case.lengths}
-    return gradient_outcome(found, library, spread=spread, detail=detail)
+    return gradient_outcome(_errors(calls, case, bank), spread=spread, detail=detail)
 
 
-def gradient_outcome(
-    found: dict[int, Errors], library: dict[int, Errors], *, spread: float, detail: str
-) -> GradientOutcome:
+def gradient_outcome(found: dict[int, tuple[Errors, Errors]], *, spread: float, detail: str) -> GradientOutcome:
     """The verdict on a mix from the errors of dQ, dK and dV, ours and a library's, by length."""
-    judged = [
-        Worst(length, *each)
-        for length, errors in found.items()
-        for each in zip(NAMES, errors, library[length], strict=True)
-    ]
+    judged = [Worst(length, *each) for length, pair in found.items() for each in zip(NAMES, *pair, strict=True)]
     failed = tuple(dict.fromkeys(each.length for each in judged if not each.excess <= 1))
     return GradientOutcome(max(judged, key=lambda each: each.excess), spread, detail, failed)
 
@@ -200,7 +190,7 @@ def rank_row(lengths: Sequence[int], kind: Kind, bank: GradientBank, **options) 
             found[ranks], detail = _errors(calls, case, bank), detail or calls.fault()
             del calls
         for length in batch:
-            for name, one, eight in zip(NAMES, found[1][length], found[8][length], strict=True):
+            for name, one, eight in zip(NAMES, found[1][length][0], found[8][length][0], strict=True):
                 ratios[f"{name} of {length} tokens"] = eight / max(one, 1e-12)
     return _rank_row(kind, ratios, detail)
 
@@ -237,10 +227,10 @@ def _calls(case: Case, bank: GradientBank, heads_per_task: int | None) -> Gradie
     )
 
 
-def _errors(calls: GradientCalls, case: Case, bank: GradientBank) -> dict[int, Errors]:
-    """Errors of dQ, dK and dV by length."""
+def _errors(calls: GradientCalls, case: Case, bank: GradientBank) -> dict[int, tuple[Errors, Errors]]:
+    """Errors of dQ, dK and dV, ours and the library's, by length."""
     kind = Kind(case.head_dim, case.dtype, case.causal)
-    sums = torch.zeros(len(case.lengths), 3, 2, dtype=torch.float64, device=calls.calls[0].dq.device)
+    sums = torch.zeros(len(case.lengths), 3, 3, dtype=torch.float64, device=calls.calls[0].dq.device)
     for sequence, positions, gradients in calls.pieces():
         sums[sequence] += gradient_squares(bank.entry(case.lengths[sequence], kind), gradients, positions)
     heads = (case.query_heads, case.kv_heads, case.kv_heads)
