@@ -79,7 +79,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--recipe", type=Path, metavar="FILE.yaml", required=True, help="Megatron option names")
-    group.add_argument("--load", type=Path, metavar="DIR", help="a checkpoint of training; default: random weights")
+    group.add_argument("--load", type=Path, metavar="DIR", help="checkpoints of training; default: random weights")
     group.add_argument("--tokenizer", default="byte", metavar="NAME", help="'byte' or a tokenizer.json; default: byte")
     group.add_argument("--vocab-size", type=positive, metavar="N", help="default: the recipe's, else the tokenizer's")
     group.add_argument("--seed", type=non_negative, default=0, help="of random weights, prompts and noise; default: 0")

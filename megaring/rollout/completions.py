@@ -70,7 +70,10 @@ def choice(index: int, output: SampleOutput, request: RequestOutput, *, logprobs
     if output.experts is not None:
         made["experts"] = output.experts.tolist()
     if request.prompt_logprobs is not None:
-        made["prompt_logprobs"] = [None, *({_name(p.id): p.logprob} | _top(p) for p in request.prompt_logprobs)]
+        made["prompt_logprobs"] = [
+            None,
+            *({_name(p.id): _finite(p.logprob)} | _top(p) for p in request.prompt_logprobs),
+        ]
     return made
 
 
@@ -114,8 +117,12 @@ def _end(output: SampleOutput) -> dict[str, Any]:
 
 
 def _top(token: Any) -> dict[str, float | None]:
-    """The likeliest tokens; JSON has no -inf, so a token that is impossible has null."""
-    return {_name(number): value if math.isfinite(value) else None for number, value in token.alternatives}
+    return {_name(number): _finite(value) for number, value in token.alternatives}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither NaN nor -inf, which an impossible token has; they become null."""
+    return value if math.isfinite(value) else None
 
 
 def _name(token: int) -> str:

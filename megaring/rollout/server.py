@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import traceback
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -93,6 +94,11 @@ class Server:
                     await _while_connected(self._answer(request, client), reader)
             except HttpError as error:
                 await client.fail(error)
+            except ConnectionError:
+                raise
+            except Exception as error:  # a mistake of ours: it ends this request, not the server
+                traceback.print_exc()
+                await client.fail(HttpError(500, f"internal error: {type(error).__name__}"))
         except ConnectionError:
             pass  # the client has left, or does not take its answer
         finally:

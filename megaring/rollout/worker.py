@@ -29,7 +29,8 @@ def start(config: WorkerConfig) -> Runner:
     device = parallel.start(config.parallel, seed=config.seed)
     (chunk,) = build_model(model, config.parallel, seed=config.seed)
     if config.load is not None:
-        checkpoint.load_weights(config.load, chunk, asdict(model) | {"padded_vocab_size": model.padded_vocab_size})
+        path = checkpoint.newest(config.load) or config.load
+        checkpoint.load_weights(path, chunk, asdict(model) | {"padded_vocab_size": model.padded_vocab_size})
     if model.bf16:
         chunk.bfloat16()
     group = parallel_state.get_tensor_model_parallel_group()

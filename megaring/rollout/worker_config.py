@@ -13,8 +13,8 @@ from megaring.megatron.config import ModelConfig, ParallelConfig
 @dataclass(frozen=True)
 class WorkerConfig:
     """``memory``: bytes of each rank's arena; by default 64 MiB on a CPU, 80 % of what is free on a GPU. ``load``: a
-    checkpoint of training, else random weights by ``seed``. ``wait``: seconds after which a rank gives up on its peers.
-    Raises UserError for what cannot be served.
+    checkpoint of training or a folder of them, else random weights by ``seed``. ``wait``: seconds after which a rank
+    gives up on its peers. Raises UserError for what cannot be served.
     """
 
     model: ModelConfig

@@ -293,8 +293,19 @@ def test_a_bad_row_fails_its_request_alone(server):
     status, answer, _ = ask(server, body={"prompt": [1, POISON]})
     assert status == 500
     assert "no distribution" in answer["error"]["message"]
+    _, answer, _ = ask(server, body={"prompt": [[1, POISON, 5], [1]], "max_tokens": 2, "prompt_logprobs": 0})
+    assert answer["choices"][0]["prompt_logprobs"][2] == {"token_id:5": None}
     _, answer, _ = ask(server, body={"prompt": [[1, POISON], [1]], "max_tokens": 2})
     assert [each["finish_reason"] for each in answer["choices"]] == ["error", "length"]
+    assert ask(server, body={"prompt": [1], "max_tokens": 1})[0] == 200
+
+
+def test_a_mistake_in_an_answer_ends_that_answer_alone(server, monkeypatch, capfd):
+    monkeypatch.setattr("megaring.rollout.server.usage", lambda *_: 1 / 0)
+    status, answer, _ = ask(server, body={"prompt": [1], "max_tokens": 1})
+    assert (status, answer["error"]["message"]) == (500, "internal error: ZeroDivisionError")
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    monkeypatch.undo()
     assert ask(server, body={"prompt": [1], "max_tokens": 1})[0] == 200
 
 
