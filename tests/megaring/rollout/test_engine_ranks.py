@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from rollout_case import MEMORY, MODEL, VOCABULARY, make_model, make_runner, pla
 
 from megaring.megatron import parallel
 from megaring.rollout.driver import Driver, follow
-from megaring.rollout.engine import KEEP, RECOMPUTE, Engine
+from megaring.rollout.engine import KEEP, RECOMPUTE, Engine, EngineFailed
 from megaring.rollout.intake import EngineConfig
 from megaring.rollout.request import SamplingParams
 from megaring.rollout.steering import fixed, in_turn
@@ -158,3 +159,26 @@ def test_preemption_changes_no_token(pool):
     outputs, _, _, preempted = pool.run(2, generate, "DP", longer=130, **small)[0]
     check_equal(outputs, expected, but=(1,))
     assert preempted > 0
+
+
+def deserted(rank, world_size):
+    """Rank 1 dies after some steps; rank 0 says so, and so does its engine from then on."""
+    runner = make_runner(world_size, MODEL)
+    if rank:
+        for _ in range(3):
+            _, plan = runner.ranks.broadcast(None)
+            runner.step(plan)
+        os._exit(3)
+    engine = Engine(Driver(runner), CONFIG)
+    engine.add([1, 2, 3], GREEDY)
+    with pytest.raises(EngineFailed, match=r"PeerLost: rank 0 of 2: .* failed, a peer has died or is late"):
+        while engine.has_work:
+            engine.step()
+    with pytest.raises(EngineFailed, match="PeerLost"):
+        engine.add([1], GREEDY)
+    raise RuntimeError(f"the engine noticed after {engine.metrics.drawn} tokens")
+
+
+def test_a_rank_that_dies_ends_the_engine_with_its_reason(pool):
+    with pytest.raises(AssertionError, match="the engine noticed after 3 tokens"):
+        pool.run(2, deserted, timeout=40)
