@@ -32,7 +32,7 @@ from megaring.kernels.driver import multiprocessors
 from megaring.kernels.forward_plan import arena_tiles, plan_forward
 from megaring.kernels.megaring_backward import backward_to_device
 from megaring.kernels.megaring_forward import SEND_BYTES, to_device
-from megaring.kernels.ops import Launch, Site
+from megaring.kernels.ops import Launch, Site, call
 
 HEAD_DIMS = (64, 128)
 UNORDERED = "its backward adds in no fixed order; train deterministically with another backend"
@@ -98,7 +98,7 @@ def attend(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         group=request.group,
         gradients=_wants_gradients(request),
     )
-    return torch.ops.megaring.forward(request.q, request.k, request.v, found.number, request.softmax_scale)
+    return call(request.q, request.k, request.v, found.number, request.softmax_scale)
 
 
 def site(

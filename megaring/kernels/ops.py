@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megaring.errors import UserError
 from megaring.kernels.arena import Domain
@@ -62,6 +63,19 @@ class Site:
         self.heads_per_task = heads_per_task
         self.number = next(_numbers)
         _sites[self.number] = self
+
+
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, site: int, softmax_scale: float) -> Outputs:
+    """``torch.ops.megaring.forward``, differentiable, by the shortest way.
+
+    Being compiled it is that operator. Otherwise the kernels are launched from an autograd function, since a call
+    through the dispatcher and back costs the host several times what the launches do.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.megaring.forward(q, k, v, site, softmax_scale)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return attend(q, k, v, site, softmax_scale)
+    return _Attention.apply(q, k, v, site, softmax_scale)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, site: int, softmax_scale: float) -> Outputs:
@@ -170,6 +184,21 @@ def _differentiate(ctx: Any, gradient: torch.Tensor | None, _: None) -> tuple[to
         return (None,) * 5
     saved = ctx.saved_tensors
     return *torch.ops.megaring.backward(gradient, *saved, ctx.site, ctx.softmax_scale), None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Outputs:
+        output = attend(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        return *differentiate(gradient, *ctx.saved_tensors, ctx.site, ctx.softmax_scale), None, None
 
 
 # A site is a SymInt, so that a graph compiled for one step takes the numbers of later ones.

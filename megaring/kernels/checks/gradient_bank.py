@@ -81,8 +81,8 @@ def gradient_squares(entry: GradientEntry, gradients: Tensors, positions: torch.
     """``[3, 3]`` fp64: of dQ, dK and dV, the squared norm of our error, of the library's, and of the gradient.
 
     gradients: ``[m, Hq, D]`` and twice ``[m, Hkv, D]``, of the entry's tokens ``positions [m]``; sums over disjoint
-    positions add up. The library's shares of dK and dV, each rounded once, are added in fp64: the errors are those of
-    one that adds them before it rounds.
+    positions add up. The library's shares of dK and dV are added in fp64 and rounded to the type, as their sum has to
+    be by whoever returns it.
     """
     (query_heads, head_dim), kv_heads = gradients[0].shape[1:], gradients[1].shape[1]
     ratio, numbers = query_heads // kv_heads, query_numbers(query_heads, kv_heads)
@@ -96,6 +96,7 @@ def gradient_squares(entry: GradientEntry, gradients: Tensors, positions: torch.
             wanted, made = (each[part][positions[:, None], heads].double() for each in (entry.wanted, entry.made))
             if part:
                 wanted, made = (each.unflatten(1, (-1, ratio)).sum(dim=2) for each in (wanted, made))
+                made = made.to(entry.q.dtype).double()
             sums[part, 0] += (gradients[part][:, heads_here].double() - wanted).square().sum()
             sums[part, 1] += (made - wanted).square().sum()
             sums[part, 2] += wanted.square().sum()
