@@ -25,7 +25,7 @@ Serve a model on localhost: POST /v1/completions in OpenAI's format (token ids o
 """
 GENERATE_EXAMPLES = """\
 examples:
-  megaring rollout generate --recipe recipes/tiny_cpu.yaml --ranks 2 --random-prompts 24 --timeline run.png
+  megaring rollout generate --recipe recipes/tiny_cpu.yaml --ranks 2 --random-prompts 24 --layout turn
   megaring rollout generate --recipe recipes/tiny_cpu.yaml --prompts prompts.jsonl --output out.jsonl
 
 a line of --prompts: {"prompt": "text" or [ids], "max_tokens": 64, "temperature": 0.8, "n": 4, "seed": 1, ...}
@@ -45,7 +45,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="one request a line, as shown below")
     source.add_argument("--random-prompts", type=positive, metavar="N", help="random tokens, a few with long outputs")
-    group.add_argument("--prompt-tokens", type=positive, default=256, metavar="N", help="longest random prompt")
+    group.add_argument("--prompt-tokens", type=positive, metavar="N", help="longest random prompt; default: 256")
     group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="most new tokens; default: 64")
     group.add_argument("--temperature", type=number, default=1.0, metavar="X", help="default: 1")
     group.add_argument("--n", type=positive, default=1, metavar="N", help="samples of each prompt; default: 1")
@@ -87,13 +87,16 @@ def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=positive, default=1, metavar="T", help="processes, one for each GPU; default: 1")
     group.add_argument("--memory", type=above_zero, metavar="MIB", help="of each rank, for projections and KV")
     group.add_argument("--layout", choices=CHOICES, default="auto", help="default: auto, by the cost model")
-    group.add_argument("--turn-every", type=positive, default=16, metavar="N", help="steps in each, for --layout turn")
+    group.add_argument("--turn-every", type=positive, metavar="N", help="steps in each, for --layout turn; default: 16")
     group.add_argument("--max-rows", type=positive, default=512, metavar="N", help="tokens of a step; default: 512")
     group.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences; default: 64")
 
 
 def run_generate(options: argparse.Namespace) -> int:
     """Run the batch. Raises UserError for what cannot be run."""
+    if options.prompts is not None and options.prompt_tokens is not None:
+        raise UserError("--prompt-tokens has no effect with --prompts: it is for --random-prompts; leave one out")
+    options.prompt_tokens = options.prompt_tokens or 256
     if options.timeline is not None:
         from megaring.rollout.timeline import new_figure
 
@@ -108,6 +111,11 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _on_ranks(options: argparse.Namespace, lead: Callable[[argparse.Namespace, Any, Any], None]) -> int:
     """Start the ranks, or, as one of them (also of torchrun's), build the worker: rank 0 leads, the others follow."""
+    if options.turn_every is not None and options.layout != "turn":
+        raise UserError(
+            f"--turn-every has no effect with --layout {options.layout}; give --layout turn, or leave it out"
+        )
+    options.turn_every = options.turn_every or 16
     _config(options)  # an error here is the same everywhere, so say it once and early
     if "RANK" not in os.environ:
         return launch([sys.executable, "-m", "megaring.cli", *sys.argv[1:]], options.ranks)

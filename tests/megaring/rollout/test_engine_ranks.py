@@ -153,10 +153,10 @@ def test_sleep_changes_no_token(pool, alone):
 
 
 def test_preemption_changes_no_token(pool):
-    """Five pages an owner, where the longest request grows to five."""
+    """Six pages, where the longest request alone grows to five."""
     expected = pool.run(1, generate, "TP", longer=130)[0][0]
-    small = {"memory": 330_000, "layouts": ("DP",), "expected_growth": 0.0}
-    outputs, _, _, preempted = pool.run(2, generate, "DP", longer=130, **small)[0]
+    small = {"memory": 400_000, "layouts": ("DP",), "expected_growth": 0.0}
+    outputs, _, _, preempted = pool.run(1, generate, "DP", longer=130, **small)[0]
     check_equal(outputs, expected, but=(1,))
     assert preempted > 0
 

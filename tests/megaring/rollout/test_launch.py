@@ -78,7 +78,7 @@ def test_serve_answers_and_ends_on_a_signal(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as file:
         server = subprocess.Popen(
-            command("serve", "--ranks", "2", "--port", "0", "--layout", "DOP"),
+            command("serve", "--port", "0", "--layout", "DOP"),
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=file,

@@ -106,6 +106,14 @@ def test_the_timeline_is_drawn(tmp_path, batch):
         (["--recipe", "nowhere.yaml", "--random-prompts", "1"], "recipe nowhere.yaml"),
         (["--recipe", "recipes/tiny_cpu.yaml", "--random-prompts", "1", "--ranks", "3"], "--ranks 3 does not divide"),
         (["--recipe", "recipes/tiny_cpu.yaml", "--random-prompts", "1", "--timeline", "x.docx"], "cannot draw to"),
+        (
+            ["--recipe", "recipes/tiny_cpu.yaml", "--random-prompts", "1", "--turn-every", "2"],
+            "--turn-every has no effect",
+        ),
+        (
+            ["--recipe", "recipes/tiny_cpu.yaml", "--prompts", "x", "--prompt-tokens", "2"],
+            "--prompt-tokens has no effect",
+        ),
         (["--recipe", "recipes/tiny_cpu.yaml", "--random-prompts", "1", "--tokenizer", "no.json"], "does not exist"),
     ],
 )

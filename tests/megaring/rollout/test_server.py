@@ -223,6 +223,7 @@ def test_models_and_metrics(server):
     assert ask(server, "GET", "/v1/models")[1]["data"][0]["id"] == "megaring"
     before = ask(server, "GET", "/metrics")[1]
     ask(server, body={"prompt": [1], "max_tokens": 3, "ignore_eos": True})
+    wait_until(lambda: not server.executor.cache)  # the step after the last token gives the pages back
     after = ask(server, "GET", "/metrics")[1]
 
     def value(text, name):
