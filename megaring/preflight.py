@@ -59,6 +59,8 @@ def preflight(options: argparse.Namespace, world_size: int) -> Run:
     """Check ``options`` for a launch of ``world_size`` processes. Raises UserError, which names thing and remedy."""
     if options.data_path is None:
         raise UserError("--data-path is missing: the PREFIX of a corpus that scripts/prepare_corpus.py has written")
+    if options.attention_backend == "fused" and not options.bf16:
+        raise UserError("--attention-backend fused trains in bf16 only: give --bf16 too, or use auto or ring")
     _check_outputs(options)
     if options.context_parallel_size is None:
         others = options.tensor_model_parallel_size * options.pipeline_model_parallel_size

@@ -11,7 +11,7 @@ CASES = {
     "one rank": (1, [1, 127, 128, 129, 300, 513], [(0, 1)] * 6),
     "pairs": (2, [4, 130, 512, 1000, 700], [(0, 2), (0, 2), (0, 2), (0, 2), (1, 1)]),
     "mixed groups": (4, [1030, 600, 90, 2, 700, 129], [(0, 4), (2, 2), (0, 1), (3, 1), (0, 4), (0, 2)]),
-    "eight ranks": (8, [16, 2300, 3000, 777, 40, 1500], [(0, 8), (0, 8), (0, 8), (4, 4), (6, 2), (5, 1)]),
+    "eight ranks": (8, [16, 2200, 777, 40, 500], [(0, 8), (0, 8), (4, 4), (6, 2), (5, 1)]),
     "an empty rank": (4, [300, 50], [(0, 2), (0, 1)]),
 }
 
@@ -24,13 +24,13 @@ def placement(name: str, rank_multiple: int = 1) -> Placement:
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Attention over one whole sequence, in fp64."""
     ratio = q.shape[1] // k.shape[1]
-    scores = np.einsum("qhd,khd->hqk", q, k.repeat(ratio, axis=1)) * scale
+    scores = q.transpose(1, 0, 2) @ k.repeat(ratio, axis=1).transpose(1, 2, 0) * scale
     if causal:
         scores = np.where(np.tril(np.ones(scores.shape[1:], dtype=bool)), scores, -np.inf)
     top = scores.max(axis=2, keepdims=True)
     p = np.exp(scores - top)
     total = p.sum(axis=2, keepdims=True)
-    out = np.einsum("hqk,khd->qhd", p / total, v.repeat(ratio, axis=1))
+    out = (p / total @ v.repeat(ratio, axis=1).transpose(1, 0, 2)).transpose(1, 0, 2)
     return out, (top + np.log(total))[:, :, 0].T
 
 

@@ -161,7 +161,7 @@ def test_a_switch_without_room_waits_with_its_reason(prepares):
     assert all(reasons) and not engine.metrics.switches
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(traffic(), st.sampled_from(["stay", "turn"]), st.sampled_from(list(PAGES)), st.booleans(), st.integers(1, 3))
 def test_no_token_is_lost_repeated_or_reordered(script, steering, layout, keep, ranks):
     """Whatever arrives, leaves, waits, is preempted, sleeps or switches: every sample is what it would be alone."""
