@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 REPORT_GRACE = 0.5  # seconds that peers get to report after the first failure
+# How Gloo reports that ranks of a new group did not reach each other.
+UNCONNECTED = "Gloo connectFullMesh failed"
 MOST_THREADS = 200  # of a worker; process groups of past cases keep theirs, and thousands of them slow every case down
 WORKER_MARGIN = 10.0  # seconds past the limit after which a worker whose pool has vanished ends itself
 # torch.autograd imports the last one when backward first gets explicit gradients: seconds for every worker.
@@ -70,9 +72,18 @@ class Pool:
         fn: a function at module level. Its default process group exists when it is called, with ``timeout`` as its own
         limit, and is destroyed after it; it may be destroyed earlier. Arguments and results are pickled.
         timeout: seconds for the whole case, after which all its processes are killed.
-        Raises CaseFailed when a rank raises, dies or is late.
+        Raises CaseFailed when a rank raises, dies or is late. When Gloo could not connect the case's own group, which
+        happens once in thousands of groups and before ``fn`` is called, it is tried again with fresh processes.
         """
         payload = pickle.dumps((fn, args, kwargs))
+        try:
+            return self._run(world_size, payload, timeout, backend)
+        except CaseFailed as failure:
+            if UNCONNECTED not in str(failure):
+                raise
+        return self._run(world_size, payload, timeout, backend)
+
+    def _run(self, world_size: int, payload: bytes, timeout: float, backend: str) -> list[Any]:
         self._grow(world_size)
         self._cases += 1
         store = str(Path(self._folder.name) / f"store_{self._cases}")

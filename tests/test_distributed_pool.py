@@ -61,6 +61,19 @@ def test_results_come_in_rank_order_and_workers_persist(pool):
     assert all((threads, omp) == (1, "1") for _, threads, omp in first)
 
 
+def unconnected_once(rank, world_size, marker):
+    if rank == 0 and not marker.exists():
+        marker.touch()
+        raise RuntimeError("Gloo connectFullMesh failed with [...] Connection closed by peer")
+    return os.getpid()
+
+
+def test_a_group_that_did_not_connect_is_made_again(pool, tmp_path):
+    before = pool.run(2, worker_id)
+    after = pool.run(2, unconnected_once, tmp_path / "marker")
+    assert (tmp_path / "marker").exists() and set(after).isdisjoint(pid for pid, _, _ in before)
+
+
 def test_a_case_may_destroy_its_group(pool):
     assert pool.run(2, leaves_early) == [0, 1]
     assert pool.run(2, leaves_early) == [0, 1]
