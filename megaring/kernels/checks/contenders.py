@@ -86,5 +86,5 @@ def parse_variant(text: str) -> tuple[str, Mapping[str, object]]:
         if not equals or not key.strip().isidentifier():
             raise ValueError(f"{item!r} is no option=value such as ping_pong=False")
     if not name.strip() or not colon:
-        raise ValueError(f"{text!r} is no variant such as 'turns: ping_pong=True'")
+        raise ValueError(f"{text!r} is no variant such as 'no turns: ping_pong=False'")
     return name.strip(), options

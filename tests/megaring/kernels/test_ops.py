@@ -233,6 +233,26 @@ def test_a_gradient_reaches_the_launcher_and_comes_back(trained_site, backward_l
     assert torch.equal(q.grad, gradient * 2) and torch.equal(k.grad, k * 3) and torch.equal(v.grad, v * 4)
 
 
+def test_an_eager_call_gives_what_the_operator_gives_without_the_dispatcher(trained_site, backward_launches):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, lse = ops.call(q, k, v, trained_site.number, 0.5)
+    assert out.requires_grad and not lse.requires_grad and "_Attention" in type(out.grad_fn).__name__
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), gradient)
+    wanted = torch.autograd.grad(forward(q, k, v, trained_site.number, 0.5)[0], (q, k, v), gradient)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    with torch.no_grad():
+        assert not ops.call(q, k, v, trained_site.number, 0.5)[0].requires_grad
+
+
+def test_a_second_derivative_is_an_error(trained_site, backward_launches):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, _ = ops.call(q, k, v, trained_site.number, 0.5)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        first.sum().backward()
+
+
 def test_calls_of_two_steps_are_differentiated_in_reverse_order(trained_site, backward_launches):
     other = Site(trained_site.plan, trained_site.domain, gradients=trained_site.gradients)
     q, k, v = (x.requires_grad_() for x in tensors())
