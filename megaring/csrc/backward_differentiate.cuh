@@ -122,7 +122,6 @@ class Differentiator {
     float* query_sums = more_.query_sums + group() * (kPart / 2) +
                         (static_cast<i64>(slot.first_head) * more_.num_query_tiles + slot.query_begin) * kPart;
     const i32 count = slot.query_count;
-    const i32 diagonal_tiles = kCausal && slot.diagonal ? 2 : 0;
     const u32 end = block + count * arguments_.heads_per_task;
     i32 tile = 0;
     float scores[32];
@@ -133,7 +132,7 @@ class Differentiator {
     await_queries(block);
     start_scores(block, scores);
     start_slopes(block, slopes);
-    finish_scores(block, key_tokens, diagonal_tiles ? 0 : 128, scores, slopes, packed, packed_slopes);
+    finish_scores(block, key_tokens, offset_of(0), scores, slopes, packed, packed_slopes);
 #pragma unroll 1
     for (; block + 1 < end; ++block) {
       delay_randomly();
@@ -153,8 +152,7 @@ class Differentiator {
         query_sums += (more_.num_query_tiles - count) * kPart;
         tile = 0;
       }
-      finish_scores(block + 1, key_tokens, tile < diagonal_tiles ? tile * 64 : 128, scores, slopes, packed,
-                    packed_slopes);
+      finish_scores(block + 1, key_tokens, offset_of(tile), scores, slopes, packed, packed_slopes);
     }
     start_gradients(block, packed, packed_slopes, key_sums, value_sums, query_part);
     wgmma_wait<2>(value_sums);
@@ -167,6 +165,12 @@ class Differentiator {
     const KeySlot task = slot;
     release(&mailbox().keys_empty);
     store(task, key_sums, value_sums);
+  }
+
+  // Offset of a query tile's first row from the task's first key, 128 where causality hides nothing. Whether the task
+  // lies on the diagonal is read each time: consumers have no register to keep it in.
+  __device__ __forceinline__ i32 offset_of(i32 tile) const {
+    return kCausal && tile < 2 && mailbox().task.diagonal ? tile * 64 : 128;
   }
 
   // Waits for a query tile and its output gradient.

@@ -22,7 +22,7 @@ class Loader {
     for (u32 turn = 0;; ++turn) {
       const u32 next = counter_add_relaxed(&rank_.control->next_task, 1);
       mbarrier_wait(shared_address(&mailbox.keys_empty), turn % 2 ^ 1, pipeline_limit(arguments_.base));
-      if (next >= static_cast<u32>(more_.num_items) || stopped_) {
+      if (next >= static_cast<u32>(more_.num_items)) {
         mailbox.task.kind = kEnd;
         mbarrier_arrive(shared_address(&mailbox.keys_full));
         return;
@@ -45,7 +45,8 @@ class Loader {
     return chunk * (arguments_.base.query_heads / arguments_.heads_per_task) + group;
   }
 
-  // Other CTAs of this rank raise these counters, by items that come earlier in the queue.
+  // Other CTAs of this rank raise these counters, by items that come earlier in the queue, and no item is dropped: after
+  // a failed wait too, the rest of the queue is worked off with whatever there is.
   __device__ __forceinline__ void await_count(i32 counter, u32 expected) const {
     const u64 start = nanoseconds();
     while (counter_load_acquire(more_.counters + counter) < expected) {
@@ -101,7 +102,7 @@ class Loader {
     }
   }
 
-  // Once a wait has failed, the task at hand is finished with whatever the arena holds and its results replaced later.
+  // Once a wait has failed, tasks take whatever the arena holds and their results are replaced later.
   __device__ __forceinline__ void await(int4 keys, u32 part) {
     if (stopped_) return;
     const i32 arena_tile = keys.x / static_cast<i32>(kTileRows);

@@ -78,7 +78,7 @@ __device__ __forceinline__ void prepare(const BackwardArguments& arguments, cons
       }
     };
     fetch(batch[0], first);
-#pragma unroll
+#pragma unroll 2
     for (u32 n = 0; n < kQueryRows / (kBatch * kRows); ++n) {
       const i32 row = first + n * kBatch * kRows;
       if (n + 1 < kQueryRows / (kBatch * kRows)) fetch(batch[(n + 1) % 2], row + kBatch * kRows);
@@ -146,7 +146,8 @@ __device__ __forceinline__ void convert_queries(const BackwardArguments& argumen
 }
 
 // dK and dV of the rank's own keys that were summed in slots, once all contributions are in; sums and counts become
-// zeros again. A warpgroup takes a slot and KV head at a time. After a failed wait there is nothing worth converting.
+// zeros again. A warpgroup takes a slot and KV head at a time. After a failed wait it converts what is there, which is
+// replaced later.
 __device__ __forceinline__ void convert_keys(const BackwardArguments& arguments, const RankArguments& rank,
                                              const BackwardRank& more, i32 cta) {
   const u32 thread = threadIdx.x % kWarpgroup;
@@ -164,10 +165,12 @@ __device__ __forceinline__ void convert_keys(const BackwardArguments& arguments,
     const int4 owned = __ldg(more.owned + item / kv_heads);  // slot, key_row, key_tokens, contributions
     u64* count = slot_count(arguments, arena, owned.x, kv_head);
     const u64 expected = static_cast<u64>(owned.w) * groups * kConsumers;
-    // Every thread waits for itself: a failed wait is seen by all of them, since it stops the rank.
-    if (!wait_count(arguments.base, rank, count, expected, WaitSite{kWaitGradient, -1, -1, owned.x})) return;
+    // One thread waits, so that all go the same way; the barrier hands on what it has seen.
+    if (thread == 0) {
+      wait_count(arguments.base, rank, count, expected, WaitSite{kWaitGradient, -1, -1, owned.x});
+      signal_store_relaxed(count, 0);
+    }
     named_barrier_sync(kWarpgroupBarrier + group, kWarpgroup);
-    if (thread == 0) signal_store_relaxed(count, 0);
 #pragma unroll 1
     for (u32 part = 0; part < 2; ++part) {
       float* sums = slot_sums(arguments, arena, owned.x, kv_head, part);
