@@ -6,7 +6,7 @@ never comes and 240 mixes of long and short sequences, does the same for gradien
 and FlashAttention. Every stage has a limit; one that fails or hangs ends its process, and a fresh one takes the next
 stage, so a sticky CUDA error does not spread. ``--stages mixes,gradient_mixes --part 2/3`` runs the second third of the
 mixes;
-``--stages timing --variant "no turns: ping_pong=False" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
+``--stages timing --variant "turns: ping_pong=True" --variant "L2 16 MB: l2_budget=16777216"`` compares variants of
 the forward in one run, ``--stages backward_timing --variant "1 head: heads_per_task=1"`` those of the backward.
 
 Under NVIDIA's checker (racecheck or memcheck), which slows kernels down, a worker runs alone and may wait longer:
@@ -33,7 +33,7 @@ LIMITS = {  # seconds of each stage, in their order
     "build": 40,
     "units": 15,
     "simple": 25,
-    "plain": 25,
+    "turns": 25,
     "random": 30,
     "graph": 15,
     "offsets": 30,
@@ -180,7 +180,7 @@ def _work(stages: list[str], options: argparse.Namespace) -> None:
         "build": checks.check_build,
         "units": checks.check_units,
         "simple": partial(checks.check_simple, timeout_s=options.wait_seconds),
-        "plain": checks.check_plain,
+        "turns": checks.check_turns,
         "random": checks.check_random,
         "graph": robust.check_graph,
         "offsets": robust.check_offsets,

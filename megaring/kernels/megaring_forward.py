@@ -57,7 +57,7 @@ def megaring_forward(
     softmax_scale: float,
     timeout_s: float = 60.0,
     reserved_sms: int = 0,
-    ping_pong: bool = True,
+    ping_pong: bool = False,
     l2_budget: int = L2_BUDGET,
     slack: int = specialisations.SLACK,
     delays: bool = False,

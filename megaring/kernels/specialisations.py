@@ -33,7 +33,7 @@ class Specialisation:
 
 
 def forward(
-    head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = True, slack: int = SLACK, delays: bool = False
+    head_dim: int, *, bfloat16: bool, causal: bool, ping_pong: bool = False, slack: int = SLACK, delays: bool = False
 ) -> Specialisation:
     """The forward kernel for a head dimension of 64 or 128.
 

@@ -141,7 +141,7 @@ def random_case(seed: int) -> Case:
 
 
 def run_case(
-    case: Case, *, repeats: int = 3, ping_pong: bool = True, timeout_s: float = 1.0, folder: Path | None = None
+    case: Case, *, repeats: int = 3, ping_pong: bool = False, timeout_s: float = 1.0, folder: Path | None = None
 ) -> Outcome:
     """Run one case on the current device and judge it."""
     placement = Placement.from_groups(case.lengths, case.ranks, case.groups, rank_multiple=case.rank_multiple)

@@ -35,7 +35,7 @@ Variants = Sequence[tuple[str, Mapping[str, object]]]
 def time_forward(
     folder: Path | None,
     *,
-    variants: Variants = (("no turns", {"ping_pong": False}), ("eager", {"slack": 0})),
+    variants: Variants = (("turns", {"ping_pong": True}), ("eager", {"slack": 0})),
     rounds: int = ROUNDS,
     seconds: float = 60.0,
 ) -> Iterator[dict]:
