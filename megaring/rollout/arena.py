@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megaring.rollout.uploads import upload
+
 _FREE, _PAGE, _WEIGHTS = 0, 1, 2
 
 
@@ -79,8 +81,7 @@ class Arena:
     def copy(self, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         """Copy the bytes of units to other ones."""
         rows = self.bytes.view(self.units, self.unit_bytes)
-        device = rows.device
-        rows[torch.from_numpy(destination).to(device)] = rows[torch.from_numpy(source).to(device)]
+        rows[upload(destination, rows.device)] = rows[upload(source, rows.device)]
 
     def give_up(self) -> None:
         """Return the memory to the allocator. Views stay, but must not be used until ``take_back``."""

@@ -9,19 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megaring.rollout.attention.paged import Segment
+from megaring.rollout.attention.segments import Segment, Segments
 from megaring.rollout.layout import PAGE, pages_of
 from megaring.rollout.ledger import Ledger
 from megaring.rollout.step import ALL, LAST, StepPlan
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """Where new tokens go: ``rows`` of the entries, ``[m]``, and the slot and offset of each."""
-
-    rows: torch.Tensor
-    slots: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+from megaring.rollout.targets import Targets
+from megaring.rollout.uploads import upload
 
 
 class Batch:
@@ -93,26 +86,28 @@ class Batch:
         return self._targets(here, here)
 
     @cached_property
-    def all_segments(self) -> list[Segment]:
+    def all_segments(self) -> Segments:
         """Every chunk over its whole history."""
-        return [self._segment(each, each.start, np.arange(len(each.slots))) for each in self._chunks]
+        made = [self._segment(each, each.start, np.arange(len(each.slots))) for each in self._chunks]
+        return Segments(made, self._device)
 
     @cached_property
-    def own_segments(self) -> list[Segment]:
+    def own_segments(self) -> Segments:
         """This rank's chunks over their whole histories; their rows count in ``own``."""
         made, row = [], 0
         for each in self._chunks:
             if each.owner == self.rank:
                 made.append(self._segment(each, row, np.arange(len(each.slots))))
                 row += each.end - each.start
-        return made
+        return Segments(made, self._device)
 
     @cached_property
-    def local_segments(self) -> list[Segment]:
+    def local_segments(self) -> Segments:
         """Every chunk over the pages that are here when pages are split by position."""
-        return [
+        made = [
             self._segment(each, each.start, np.arange(self.rank, len(each.slots), self.ranks)) for each in self._chunks
         ]
+        return Segments(made, self._device, shard=self.rank, shards=self.ranks)
 
     @property
     def _own(self) -> NDArray[np.int64]:
@@ -129,7 +124,7 @@ class Batch:
         return Segment(slice(first, first + count), rows.position, rows.slots[indices], indices, length)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return upload(array, self._device)
 
 
 @dataclass(frozen=True, eq=False)

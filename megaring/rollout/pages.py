@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megaring.rollout.arena import Arena, OutOfUnits
 from megaring.rollout.layout import PAGE
 from megaring.rollout.shape import ModelShape
+from megaring.rollout.uploads import upload
 
 ABSENT = -1
 
@@ -18,20 +19,21 @@ ABSENT = -1
 @dataclass(frozen=True)
 class EntryShape:
     """What the cache keeps of one token and layer: ``planes`` (key and value, or the latent) x ``heads`` x ``width``,
-    the heads in ``groups`` equal groups.
+    the heads in ``groups`` equal groups. ``value_width``: leading elements of the last plane that are values.
     """
 
     planes: int
     heads: int
     width: int
     groups: int
+    value_width: int
 
     @classmethod
     def of(cls, shape: ModelShape, ranks: int) -> EntryShape:
         """The entries of a model over ``ranks`` ranks."""
         planes = 2 if shape.mla is None else 1
         width = shape.head_dim if shape.mla is None else shape.query_width
-        return cls(planes, shape.cache_heads, width, shape.head_split(ranks))
+        return cls(planes, shape.cache_heads, width, shape.head_split(ranks), shape.result_width)
 
     @property
     def group_heads(self) -> int:
@@ -46,14 +48,16 @@ class EntryShape:
 class Pages:
     """Block tables ``[layers, slots, groups]`` of units, ``ABSENT`` where this rank does not hold a group of a page.
 
-    A unit is laid out ``[planes, group heads, 64, width]``. Slots are the ledger's.
+    A unit is laid out ``[planes, group heads, 64, width]``, and ``units`` is the arena as such. Slots are the ledger's.
     """
 
     def __init__(self, arena: Arena, entry: EntryShape, layers: int, dtype: torch.dtype) -> None:
         self.arena, self.entry, self.dtype = arena, entry, dtype
         self.table = np.full((layers, 0, entry.groups), ABSENT, np.int64)
         self._place = np.full((arena.units, 3), ABSENT, np.int64)  # (layer, slot, group) of a unit
-        self._units = arena.bytes.view(dtype).view(arena.units, entry.planes, entry.group_heads, PAGE, entry.width)
+        self.units = arena.bytes.view(dtype).view(arena.units, entry.planes, entry.group_heads, PAGE, entry.width)
+        self._mirror: torch.Tensor | None = None  # the tables on the device, int32, with room for more slots
+        self._changed: list[NDArray[np.int64]] = []  # [3, n] cells that the mirror does not have yet
 
     def reserve_slots(self, count: int) -> None:
         """Make room in the tables for slots below ``count``."""
@@ -72,6 +76,7 @@ class Pages:
         """Enter units in the table of a layer."""
         self.table[layer, slots, groups] = units
         self._place[units] = np.stack([np.full_like(units, layer), slots, groups], axis=1)
+        self._note(self._place[units])
 
     def free(self, layer: int, slots: NDArray[np.int64], keep: range = range(0)) -> None:
         """Free the units of ``slots`` but for the groups in ``keep``."""
@@ -96,6 +101,7 @@ class Pages:
         self.arena.copy(occupied, fresh)
         self.table[places[:, 0], places[:, 1], places[:, 2]] = fresh
         self._place[fresh] = places
+        self._note(places)
 
     def copy_page(self, layer: int, source: int, destination: int) -> None:
         """Copy what this rank holds of a page, in all groups that both slots have."""
@@ -113,16 +119,35 @@ class Pages:
 
     def write(self, units: NDArray[np.int64], offsets: NDArray[np.int64], values: torch.Tensor) -> None:
         """Write tokens ``[..., planes, group heads, width]`` at (unit, offset) pairs of the leading shape."""
-        self._units[self._index(units), :, :, self._index(offsets)] = values
+        self.units[self._index(units), :, :, self._index(offsets)] = values
+
+    def device_table(self, layer: int | None, groups: range) -> torch.Tensor:
+        """The table of a layer on the device, int32 ``[slots, groups]``, with the changes so far; of all layers
+        ``[layers, slots, groups]`` for None. It may have more slots than there are. Where a page is not held, what it
+        says is undefined.
+        """
+        layers, known, _ = self.table.shape
+        if self._mirror is None or self._mirror.shape[1] < known:
+            room = np.full((layers, max(64, 2 * known), self.entry.groups), ABSENT, np.int32)
+            room[:, :known] = self.table
+            self._mirror, self._changed = upload(room, self.arena.bytes.device), []
+        elif self._changed:
+            cells = np.concatenate(self._changed)
+            units = self.table[cells[:, 0], cells[:, 1], cells[:, 2]]
+            moved = upload(np.concatenate([cells.T, units[None]]), self.arena.bytes.device)
+            self._mirror[moved[0], moved[1], moved[2]] = moved[3].int()
+            self._changed = []
+        chosen = self._mirror[..., groups.start : groups.stop]
+        return (chosen if layer is None else chosen[layer]).contiguous()
 
     def read_tokens(self, units: NDArray[np.int64], offsets: NDArray[np.int64]) -> torch.Tensor:
         """Tokens ``[n, planes, group heads, width]`` at (unit, offset) pairs ``[n]``."""
-        return self._units[self._index(units), :, :, self._index(offsets)]
+        return self.units[self._index(units), :, :, self._index(offsets)]
 
     def read(self, layer: int, slots: NDArray[np.int64], groups: range, tokens: int) -> torch.Tensor:
         """The first ``tokens`` tokens of consecutive pages: ``[planes, heads of groups, tokens, width]``."""
         units = self.table[layer][np.ix_(slots, groups)]
-        pages = self._units[self._index(units)]  # [pages, groups, planes, group heads, 64, width]
+        pages = self.units[self._index(units)]  # [pages, groups, planes, group heads, 64, width]
         heads = len(groups) * self.entry.group_heads
         joined = pages.permute(2, 1, 3, 0, 4, 5).reshape(self.entry.planes, heads, -1, self.entry.width)
         return joined[:, :, :tokens]
@@ -130,10 +155,15 @@ class Pages:
     def read_padded(self, layer: int, slots: NDArray[np.int64], groups: range) -> torch.Tensor:
         """All of the pages ``slots [n, p]``: ``[planes, n, heads of groups, p * 64, width]``."""
         units = self.table[layer][slots][:, :, list(groups)]
-        pages = self._units[self._index(units)]  # [n, p, groups, planes, group heads, 64, width]
+        pages = self.units[self._index(units)]  # [n, p, groups, planes, group heads, 64, width]
         heads = len(groups) * self.entry.group_heads
         joined = pages.permute(3, 0, 2, 4, 1, 5, 6)
         return joined.reshape(self.entry.planes, len(slots), heads, slots.shape[1] * PAGE, self.entry.width)
 
+    def _note(self, cells: NDArray[np.int64]) -> None:
+        """``[n, 3]`` cells have new units. (Absent ones keep their old unit in the mirror: nobody reads it.)"""
+        if self._mirror is not None:
+            self._changed.append(cells)
+
     def _index(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.tensor(array, device=self._units.device)
+        return upload(array, self.units.device)

@@ -74,10 +74,6 @@ class Gqa:
         """The output ``[n, hidden]`` from the results of all heads."""
         return replicated_linear(results.flatten(1), self._module.linear_proj)
 
-    def result(self, attended: torch.Tensor) -> torch.Tensor:
-        """What of the attended cache entries the output projection takes: all of it."""
-        return attended
-
     def _split(self, mixed: torch.Tensor, kv_heads: int, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         width = self._shape.head_dim
         mixed = mixed.view(len(mixed), kv_heads, mixed.shape[1] // (kv_heads * width), width)

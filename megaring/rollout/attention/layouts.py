@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from megaring.rollout.attention.paged import attend, merge
-from megaring.rollout.batch import Batch, Targets
+from megaring.rollout.attention.paged import append, attend, merge
+from megaring.rollout.attention.segments import Segments
+from megaring.rollout.batch import Batch
 from megaring.rollout.layout import CP, DOP, DP, TP, Layout
 from megaring.rollout.pages import Pages
 from megaring.rollout.ranks import Ranks
 from megaring.rollout.rotary import Rotary
+from megaring.rollout.targets import Targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ def tensor_parallel(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
     queries, entries = layer.kind.project_sharded(rows, layer.rotary)
     _append(layer, layer.batch.all_targets, entries)
     attended, _ = _attend(layer, queries, layer.batch.all_segments)
-    return layer.ranks.all_reduce(layer.kind.output_sharded(layer.kind.result(attended).to(rows.dtype)))
+    return layer.ranks.all_reduce(layer.kind.output_sharded(attended.to(rows.dtype)))
 
 
 def data_parallel(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ def data_parallel(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
     queries, entries = layer.kind.project_replicated(rows[batch.own], layer.rotary.rows(batch.own))
     _append(layer, batch.own_targets, entries)
     attended, _ = _attend(layer, queries, batch.own_segments)
-    out = layer.kind.output_replicated(layer.kind.result(attended).to(rows.dtype))
+    out = layer.kind.output_replicated(attended.to(rows.dtype))
     return layer.ranks.gather_rows(out, batch.counts)[batch.from_owners]
 
 
@@ -57,12 +59,11 @@ def context_parallel(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
     All ranks project all rows, which saves a gather of queries; the output projection is of the merged share only.
     """
     queries, entries = layer.kind.project_replicated(rows, layer.rotary)
-    targets = layer.batch.local_targets
-    _append(layer, targets, entries[targets.rows])
+    _append(layer, layer.batch.local_targets, entries)
     attended, lse = _attend(layer, queries, layer.batch.local_segments)
-    ranks, results = layer.ranks, layer.kind.result(attended)
+    ranks = layer.ranks
     counts = [len(rows) * (rank + 1) // ranks.size - len(rows) * rank // ranks.size for rank in range(ranks.size)]
-    partial = torch.cat((results, lse[..., None]), dim=-1)
+    partial = torch.cat((attended, lse[..., None]), dim=-1)
     mine, shape = counts[ranks.rank], partial.shape[1:]
     parts = ranks.exchange(partial.split(counts), [mine * shape.numel()] * ranks.size)
     parts = torch.stack([part.view(mine, *shape) for part in parts])
@@ -82,7 +83,7 @@ def distributed_ownership(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
     queries, entries = _to_owners(layer, queries, entries)
     _append(layer, batch.own_targets, entries)
     attended, _ = _attend(layer, queries, batch.own_segments)
-    results = layer.kind.result(attended).to(rows.dtype)
+    results = attended.to(rows.dtype)
     heads, width = results.shape[1] // ranks.size, results.shape[2]
     parts = ranks.exchange(results.split(heads, dim=1), [count * heads * width for count in batch.counts])
     back = torch.cat(parts).view(len(batch), heads, width)[batch.from_owners]
@@ -98,10 +99,10 @@ FORWARD: dict[Layout, Callable[[Layer, torch.Tensor], torch.Tensor]] = {
 
 
 def _append(layer: Layer, targets: Targets, entries: torch.Tensor) -> None:
-    layer.pages.append(layer.index, targets.slots, targets.offsets, layer.groups, entries)
+    append(layer.pages, layer.index, layer.groups, targets, entries)
 
 
-def _attend(layer: Layer, queries: torch.Tensor, segments: list) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(layer: Layer, queries: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     return attend(queries, layer.pages, layer.index, layer.groups, segments, scale=layer.kind.scale)
 
 

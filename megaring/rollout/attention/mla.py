@@ -71,10 +71,6 @@ class Mla:
         kv_up = self._module.linear_kv_up_proj.get_buffer(REPLICATED).flatten(0, 1)
         return replicated_linear(self._values(results, kv_up), self._module.linear_proj)
 
-    def result(self, attended: torch.Tensor) -> torch.Tensor:
-        """What of the attended cache entries the value projection takes: the latent."""
-        return attended[..., : self._widths.kv_lora_rank]
-
     def _query_up(self) -> nn.Module:
         return self._module.linear_q_up_proj if self._widths.q_lora_rank else self._module.linear_q_proj
 

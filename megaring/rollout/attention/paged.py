@@ -1,85 +1,68 @@
-"""Attention of new tokens over pages of cached ones, with its LSE. In torch: chunks one by one, single tokens in groups
-of requests that have about as many pages.
+"""Attention of new tokens over pages of cached ones, with its LSE: by kernels on a GPU (``paged_gpu``), else in torch.
 
-The place of a kernel: ``attend`` has everything that one needs (queries, block tables, lengths), and its callers
-nothing of torch's way.
+Torch takes chunks one by one, single tokens in groups of requests that have about as many pages. fp64 is torch's
+everywhere: it is for comparisons, and the kernels do not have it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megaring.backends.precision import wide
+from megaring.rollout.attention import paged_gpu
+from megaring.rollout.attention.segments import Segment, Segments
 from megaring.rollout.layout import PAGE
 from megaring.rollout.pages import Pages
+from megaring.rollout.targets import Targets
 
 _MOST_ELEMENTS = 1 << 25  # of the cache that are gathered at once for single tokens
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """New tokens of one request and the cached pages that they see on this rank.
-
-    ``rows``: of the queries. ``start``: position of the first. ``slots``: ``[p]`` pages held here, in order of
-    positions; ``indices``: ``[p]`` their places in the request. ``length``: cached tokens, the new ones included.
-    """
-
-    rows: slice
-    start: int
-    slots: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    length: int
-
-    @property
-    def tokens(self) -> int:
-        """Cached tokens in the pages here; only the last page of a request can be partly filled."""
-        if not len(self.indices):
-            return 0
-        return (len(self.indices) - 1) * PAGE + min(PAGE, self.length - PAGE * int(self.indices[-1]))
-
-    def key_positions(self) -> NDArray[np.int64]:
-        """Positions of these tokens, ``[tokens]``."""
-        return (self.indices[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: self.tokens]
-
-
 def attend(
-    queries: torch.Tensor, pages: Pages, layer: int, groups: range, segments: Sequence[Segment], *, scale: float
+    queries: torch.Tensor, pages: Pages, layer: int, groups: range, segments: Segments, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention by position. queries: ``[n, heads, d_q]``, the heads of each cache head together.
 
-    Keys are the first plane of the cache; values the last one, or, where there is one plane, the same tokens (of which
-    callers keep the leading elements). Returns ``[n, heads, width]`` and the natural-log LSE ``[n, heads]``, both fp32
-    (fp64 for fp64); rows without any key get 0 and -inf.
+    Keys are the first plane of the cache; values the last one, of which the leading ``value_width`` elements count.
+    Returns ``[n, heads, value_width]`` and the natural-log LSE ``[n, heads]``, both fp32 (fp64 for fp64); rows without
+    any key get 0 and -inf.
     """
-    kind = wide(queries.dtype)
-    out = queries.new_zeros((*queries.shape[:2], pages.entry.width), dtype=kind)
+    if by_kernels(queries):
+        return paged_gpu.attend(queries, pages, layer, groups, segments, scale=scale)
+    kind, value_width = wide(queries.dtype), pages.entry.value_width
+    out = queries.new_zeros((*queries.shape[:2], value_width), dtype=kind)
     lse = queries.new_full(queries.shape[:2], float("-inf"), dtype=kind)
-    seeing = [each for each in segments if each.tokens and each.rows.start < each.rows.stop]
-    for some in _alike([each for each in seeing if each.rows.stop - each.rows.start == 1], pages):
+    seeing = [each for each in segments.items if each.tokens]
+    for some in _alike([each for each in seeing if each.count == 1], pages):
         rows = torch.tensor([each.rows.start for each in some], device=queries.device)
         out[rows], lse[rows] = _single_tokens(queries[rows].to(kind), pages, layer, groups, some, scale)
     for each in seeing:
-        if each.rows.stop - each.rows.start == 1:
-            continue
-        cached = pages.read(layer, each.slots, groups, each.tokens).to(kind)
-        asked = queries[each.rows].to(kind)
-        count, heads, _ = asked.shape
-        asked = asked.unflatten(1, (cached.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [cache heads, n * share, d]
-        scores = (asked @ cached[0].transpose(1, 2)) * scale
-        scores = scores.view(cached.shape[1], count, -1, each.tokens)
-        scores.masked_fill_(_future(each, count, scores.device)[:, None], float("-inf"))
-        found = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - found.masked_fill(found == float("-inf"), 0.0)[..., None])
-        result = weights.flatten(1, 2) @ cached[-1]
-        out[each.rows] = result.view(cached.shape[1], count, -1, pages.entry.width).transpose(0, 1).flatten(1, 2)
-        lse[each.rows] = found.transpose(0, 1).reshape(count, heads)
+        if each.count > 1:
+            asked = queries[each.rows].to(kind)
+            out[each.rows], lse[each.rows] = _chunk(asked, pages, layer, groups, each, scale)
     return out, lse
+
+
+def append(pages: Pages, layer: int, groups: range, targets: Targets, entries: torch.Tensor) -> None:
+    """Write new tokens into their pages. entries: ``[n, planes, heads of groups, width]``, of which ``targets.rows`` go
+    there.
+    """
+    if not len(targets.slots):
+        return
+    if by_kernels(entries):
+        units = pages.device_table(layer, groups).index_select(0, targets.device_slots)
+        paged_gpu.append(pages.units, entries, targets.rows, units, targets.device_offsets)
+    else:
+        pages.append(layer, targets.slots, targets.offsets, groups, entries[targets.rows])
+
+
+def by_kernels(rows: torch.Tensor) -> bool:
+    """Whether rows like these are for the GPU kernels."""
+    return rows.device.type == "cuda" and rows.dtype in paged_gpu.DTYPES
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
@@ -119,8 +102,25 @@ def _single_tokens(
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     # What a page holds beyond its tokens may be anything, and 0 x NaN is NaN.
-    result = weights @ cached[-1].masked_fill(hidden, 0.0)
+    result = weights @ cached[-1, ..., : pages.entry.value_width].masked_fill(hidden, 0.0)
     return result.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _chunk(
+    queries: torch.Tensor, pages: Pages, layer: int, groups: range, segment: Segment, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` for the queries ``[count, heads, d_q]`` of one segment."""
+    cached = pages.read(layer, segment.slots, groups, segment.tokens).to(queries.dtype)
+    count, heads, _ = queries.shape
+    queries = queries.unflatten(1, (cached.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [cache heads, n * share, d]
+    scores = (queries @ cached[0].transpose(1, 2)) * scale
+    scores = scores.view(cached.shape[1], count, -1, segment.tokens)
+    scores.masked_fill_(_future(segment, count, scores.device)[:, None], float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    result = weights.flatten(1, 2) @ cached[-1, ..., : pages.entry.value_width]
+    result = result.view(cached.shape[1], count, -1, pages.entry.value_width)
+    return result.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).reshape(count, heads)
 
 
 def _future(segment: Segment, count: int, device: torch.device) -> torch.Tensor:

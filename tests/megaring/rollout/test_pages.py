@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megaring.rollout.arena import Arena, OutOfUnits
-from megaring.rollout.attention.paged import Segment, attend, merge
+from megaring.rollout.attention.paged import attend, merge
+from megaring.rollout.attention.segments import Segment, Segments
 from megaring.rollout.layout import CP, DOP, TP
 from megaring.rollout.ledger import Ledger
 from megaring.rollout.pages import EntryShape, Pages
@@ -61,7 +62,7 @@ def filled(dtype, tokens, entry):
 @pytest.mark.parametrize("planes", [1, 2])
 def test_attention_over_pages(dtype, planes):
     """A chunk of 5 tokens at the end of 200, against a plain softmax; whole, and in parts merged by LSE."""
-    entry = EntryShape(planes, 4, 8, 2)
+    entry = EntryShape(planes, 4, 8, 2, 8)
     cached, pages, slots = filled(dtype, 200, entry)
     queries = torch.randn(5, 12, 8, dtype=torch.float64).to(dtype)
     keys, values = (cached[plane].double().repeat_interleave(3, dim=0) for plane in (0, -1))
@@ -72,7 +73,7 @@ def test_attention_over_pages(dtype, planes):
 
     def part(indices):
         segment = Segment(slice(0, 5), 195, slots[indices], np.array(indices, np.int64), 200)
-        return attend(queries, pages, 1, range(2), [segment], scale=0.3)
+        return attend(queries, pages, 1, range(2), Segments([segment]), scale=0.3)
 
     out, lse = part([0, 1, 2, 3])
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
@@ -86,16 +87,16 @@ def test_attention_over_pages(dtype, planes):
 
 def test_keys_of_a_page_that_are_later_than_a_query_are_not_seen():
     """Rank 1 of 2 has page 1, all of it later than the first query of a chunk that crosses into it."""
-    _, pages, slots = filled(torch.float64, 70, EntryShape(2, 2, 8, 1))
+    _, pages, slots = filled(torch.float64, 70, EntryShape(2, 2, 8, 1, 8))
     segment = Segment(slice(0, 10), 60, slots[1:2], np.array([1]), 70)
-    out, lse = attend(torch.randn(10, 2, 8, dtype=torch.float64), pages, 1, range(1), [segment], scale=1.0)
+    out, lse = attend(torch.randn(10, 2, 8, dtype=torch.float64), pages, 1, range(1), Segments([segment]), scale=1.0)
     assert (lse[:4] == float("-inf")).all()
     assert (out[:4] == 0).all()
     assert lse[4:].isfinite().all()
 
 
 def test_pages_move_out_of_the_way_with_their_content():
-    _, pages, slots = filled(torch.float64, 200, EntryShape(2, 4, 8, 2))
+    _, pages, slots = filled(torch.float64, 200, EntryShape(2, 4, 8, 2, 8))
     before = pages.read(1, slots, range(2), 200).clone()
     pages.evacuate(units(0, 3, 7, 20))
     assert not set(pages.table[1].ravel()) & {0, 3, 7, 20}
@@ -148,7 +149,7 @@ def test_slots_are_used_again_when_all_ranks_have_followed():
 def test_single_tokens_together_are_as_alone(planes):
     """Requests of different lengths, some pages elsewhere, and NaN wherever no token lies."""
     torch.manual_seed(2)
-    entry, lengths = EntryShape(planes, 4, 8, 2), (1, 64, 65, 190, 300, 420)
+    entry, lengths = EntryShape(planes, 4, 8, 2, 8), (1, 64, 65, 190, 300, 420)
     arena = Arena(128, entry.unit_bytes(torch.float64), CPU)
     arena.bytes.view(torch.float64).fill_(float("nan"))
     pages, first = Pages(arena, entry, 1, torch.float64), 0
@@ -164,8 +165,8 @@ def test_single_tokens_together_are_as_alone(planes):
         # A chunk that ends in the same token takes the other way through the code.
         pair = torch.cat((torch.zeros(1, 4, 8, dtype=torch.float64), queries[row : row + 1]))
         chunk = Segment(slice(0, 2), length - 2, slots[indices], indices, length)
-        alone.append([part[1] for part in attend(pair, pages, 0, range(2), [chunk], scale=0.5)])
-    out, lse = attend(queries, pages, 0, range(2), singles, scale=0.5)
+        alone.append([part[1] for part in attend(pair, pages, 0, range(2), Segments([chunk]), scale=0.5)])
+    out, lse = attend(queries, pages, 0, range(2), Segments(singles), scale=0.5)
     torch.testing.assert_close(out, torch.stack([each[0] for each in alone]), rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, torch.stack([each[1] for each in alone]), rtol=0, atol=1e-13)
     assert not out.isnan().any()
