@@ -164,7 +164,7 @@ def test_attend_in_pages_that_move_equals_the_cpu(planes):
         tokens, at = torch.randn(length, planes, 4, 32), np.arange(length)
         for device, pages in made.items():
             pages.reserve_slots(first)
-            pages.device_table(1, range(2))  # so that every later change has to reach it
+            pages.device_table()  # so that every later change has to reach it
             pages.allocate(1, slots[-1], range(2))
             pages.append(1, slots[-1][at // PAGE], at % PAGE, range(2), tokens.to(device))
     for pages in made.values():
