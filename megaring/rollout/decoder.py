@@ -13,19 +13,28 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 from torch.nn import functional
 
+from megaring.rollout.experts import StackedExperts
 from megaring.rollout.ranks import Ranks
 
 
 class Decoder:
-    """A ``GPTModel`` over ``ranks``. ``layers`` are its layers in order."""
+    """A ``GPTModel`` over ``ranks``. ``layers`` are its layers in order.
 
-    def __init__(self, model: GPTModel, ranks: Ranks, vocab_size: int | None = None) -> None:
+    ``stacked``: whether experts run as grouped products over stacked weights, by default on a GPU.
+    """
+
+    def __init__(
+        self, model: GPTModel, ranks: Ranks, vocab_size: int | None = None, *, stacked: bool | None = None
+    ) -> None:
         _check(model, ranks)
         self.model, self.config, self._ranks = model, model.config, ranks
         self.layers = list(model.decoder.layers)
         self.vocab_size = vocab_size or model.vocab_size
         if not 1 <= self.vocab_size <= model.vocab_size:
             raise ValueError(f"vocab_size is {vocab_size}; the model's embedding has {model.vocab_size} rows")
+        # A product over a stack takes the place of a loop over experts, with its launches and its wait for counts.
+        stacked = self.device.type == "cuda" if stacked is None else stacked
+        self._stacks = {id(layer.mlp): self._stack(layer.mlp) for layer in self.layers if stacked and _routed(layer)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,6 +45,11 @@ class Decoder:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.decoder.final_layernorm.weight.device
+
+    def check_adopted(self) -> None:
+        """Raise RuntimeError where an expert's parameter was replaced by another tensor."""
+        for stack in self._stacks.values():
+            stack.check_adopted()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[N]`` token ids to ``[N, hidden]``; each rank has a range of the vocabulary."""
@@ -48,7 +62,7 @@ class Decoder:
     def feed_forward(self, layer: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """MLP or experts of normed rows ``[N, hidden]``; with experts, also which a row visited, ``[N, experts]``."""
         chosen = None
-        if hasattr(layer.mlp, "router"):
+        if _routed(layer):
             partial, chosen = self._experts(layer.mlp, rows)
             if layer.mlp.use_shared_expert:
                 partial = partial + self._mlp(layer.mlp.shared_experts, rows)
@@ -72,16 +86,27 @@ class Decoder:
     def _experts(self, moe: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's experts on those of all N rows that chose them: a row enters each of its experts once."""
         weights, chosen = moe.router(rows[:, None])
-        chosen = chosen.view(len(rows), -1).bool()
+        weights, chosen = weights.view(len(rows), -1), chosen.view(len(rows), -1).bool()
+        if id(moe) in self._stacks:
+            return self._stacks[id(moe)](rows, weights, chosen), chosen
         here = slice(moe.local_expert_indices[0], moe.local_expert_indices[-1] + 1)
         expert, row = chosen[:, here].t().nonzero(as_tuple=True)
         out = torch.zeros_like(rows)
         if len(row):
             counts = chosen[:, here].sum(dim=0)
-            picked = weights.view(len(rows), -1)[:, here][row, expert].to(rows.dtype)
+            picked = weights[:, here][row, expert].to(rows.dtype)
             visited, _ = moe.experts(rows[row], counts, picked)
             out.index_add_(0, row, visited)
         return out, chosen
+
+    def _stack(self, moe: nn.Module) -> StackedExperts:
+        return StackedExperts(
+            moe.experts, moe.local_expert_indices[0], self.config.moe_router_topk, self.config.activation_func
+        )
+
+
+def _routed(layer: nn.Module) -> bool:
+    return hasattr(layer.mlp, "router")
 
 
 def _check(model: GPTModel, ranks: Ranks) -> None:

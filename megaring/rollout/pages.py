@@ -121,14 +121,19 @@ class Pages:
         """Write tokens ``[..., planes, group heads, width]`` at (unit, offset) pairs of the leading shape."""
         self.units[self._index(units), :, :, self._index(offsets)] = values
 
-    def device_table(self, layer: int | None, groups: range) -> torch.Tensor:
-        """The table of a layer on the device, int32 ``[slots, groups]``, with the changes so far; of all layers
-        ``[layers, slots, groups]`` for None. It may have more slots than there are. Where a page is not held, what it
-        says is undefined.
+    def device_units(self, layer: int, groups: range, slots: torch.Tensor) -> torch.Tensor:
+        """Units of a layer's pages at ``slots [...]``, int32 on the device: int32 ``[..., groups]``."""
+        table = self.device_table()[layer, :, groups.start : groups.stop]
+        return table.index_select(0, slots.flatten()).view(*slots.shape, len(groups))
+
+    def device_table(self) -> torch.Tensor:
+        """The tables on the device with the changes so far, int32 ``[layers, slots, groups]``, with room for more
+        slots. Where a page is not held, what it says is undefined.
         """
         layers, known, _ = self.table.shape
         if self._mirror is None or self._mirror.shape[1] < known:
-            room = np.full((layers, max(64, 2 * known), self.entry.groups), ABSENT, np.int32)
+            slots = max(64, self.arena.units // layers, 2 * known)
+            room = np.full((layers, slots, self.entry.groups), ABSENT, np.int32)
             room[:, :known] = self.table
             self._mirror, self._changed = upload(room, self.arena.bytes.device), []
         elif self._changed:
@@ -137,8 +142,7 @@ class Pages:
             moved = upload(np.concatenate([cells.T, units[None]]), self.arena.bytes.device)
             self._mirror[moved[0], moved[1], moved[2]] = moved[3].int()
             self._changed = []
-        chosen = self._mirror[..., groups.start : groups.stop]
-        return (chosen if layer is None else chosen[layer]).contiguous()
+        return self._mirror
 
     def read_tokens(self, units: NDArray[np.int64], offsets: NDArray[np.int64]) -> torch.Tensor:
         """Tokens ``[n, planes, group heads, width]`` at (unit, offset) pairs ``[n]``."""

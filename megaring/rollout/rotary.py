@@ -20,7 +20,7 @@ class Rotation:
     """
 
     def __init__(self, frequencies: torch.Tensor, scale: float = 1.0, *, interleaved: bool = False) -> None:
-        self._frequencies, self._scale, self._interleaved = frequencies.float(), scale, interleaved
+        self._frequencies, self._scale, self.interleaved = frequencies.float(), scale, interleaved
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # [positions, 1, width]
 
     @classmethod
@@ -33,12 +33,17 @@ class Rotation:
 
     def at(self, positions: torch.Tensor, largest: int, dtype: torch.dtype) -> Rotary:
         """The tables of rows at ``positions`` (``[n]`` int64), the largest of which is ``largest``."""
+        cos, sin = self.tables(largest, positions.device, dtype)
+        return Rotary(cos[positions], sin[positions], self.interleaved)
+
+    def tables(self, largest: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines ``[positions, 1, width]``, at least up to position ``largest``."""
         known = len(self._tables[0]) if self._tables else 0
-        if largest >= known or self._tables[0].dtype != dtype or self._tables[0].device != positions.device:
-            blocks = [self._block(first, positions.device) for first in range(0, largest + 1, _BLOCK)]
+        if largest >= known or self._tables[0].dtype != dtype or self._tables[0].device != device:
+            last = max(largest, 2 * known - 1) if known else largest  # a history that grows makes few tables
+            blocks = [self._block(first, device) for first in range(0, last + 1, _BLOCK)]
             self._tables = tuple(torch.cat(each).to(dtype) for each in zip(*blocks, strict=True))
-        cos, sin = self._tables
-        return Rotary(cos[positions], sin[positions], self._interleaved)
+        return self._tables
 
     def _block(self, first: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(first, first + _BLOCK, device=device).float()

@@ -88,7 +88,8 @@ class StepResult:
     ``[N, expert layers, top-k]``, ascending expert numbers of each row in chunk order, where the plan asked.
     ``layout``: the one the step ran in. ``switched``: whether state moved. ``deferred``: why a switch or a change of
     owners that was asked for did not happen, else None. ``prepared``: whether the first layer of the next step's switch
-    is under way. ``moved_bytes``: what the whole group received in the switch.
+    is under way. ``moved_bytes``: what the whole group received in the switch. ``replayed``: whether a CUDA graph ran
+    the step; ``eager``: why none did, where there are graphs.
     """
 
     step: int
@@ -100,3 +101,5 @@ class StepResult:
     deferred: str | None = None
     prepared: bool = False
     moved_bytes: int = 0
+    replayed: bool = False
+    eager: str | None = None

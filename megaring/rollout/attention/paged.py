@@ -51,10 +51,10 @@ def append(pages: Pages, layer: int, groups: range, targets: Targets, entries: t
     """Write new tokens into their pages. entries: ``[n, planes, heads of groups, width]``, of which ``targets.rows`` go
     there.
     """
-    if not len(targets.slots):
+    if not len(targets.rows):
         return
     if by_kernels(entries):
-        units = pages.device_table(layer, groups).index_select(0, targets.device_slots)
+        units = targets.units(pages, layer, groups)
         paged_gpu.append(pages.units, entries, targets.rows, units, targets.device_offsets)
     else:
         pages.append(layer, targets.slots, targets.offsets, groups, entries[targets.rows])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megaring.errors import UserError
 from megaring.rollout.attention.segments import Segments
@@ -76,23 +78,24 @@ def attend(
     """``paged.attend`` by kernels; bf16, fp16 or fp32 queries and cache of one type."""
     require_triton()
     cache, value_width = pages.units, pages.entry.value_width
-    table, singles, chunks = pages.device_table(layer, groups), segments.singles, segments.chunks
+    singles, chunks = segments.singles, segments.chunks
     queries = queries.contiguous()
-    if singles is not None and singles.rows is None:
-        units = _units(table, singles.slots)
-        return decode(queries, cache, units, singles.lengths, singles.ends, scale=scale, value_width=value_width)
-    out = queries.new_zeros((*queries.shape[:2], value_width), dtype=torch.float32)
-    lse = queries.new_full(queries.shape[:2], float("-inf"), dtype=torch.float32)
+    found = None
     if singles is not None:
         found = decode(
-            queries[singles.rows],
+            queries if singles.rows is None else queries[singles.rows],
             cache,
-            _units(table, singles.slots),
+            singles.units(pages, layer, groups),
             singles.lengths,
             singles.ends,
             scale=scale,
             value_width=value_width,
         )
+        if singles.rows is None:
+            return found
+    out = queries.new_zeros((*queries.shape[:2], value_width), dtype=torch.float32)
+    lse = queries.new_full(queries.shape[:2], float("-inf"), dtype=torch.float32)
+    if found is not None:
         out[singles.rows], lse[singles.rows] = found
     if chunks is not None:
         attend_chunks(
@@ -100,7 +103,7 @@ def attend(
             lse,
             queries,
             cache,
-            _units(table, chunks.slots),
+            chunks.units(pages, layer, groups),
             chunks.segments,
             chunks.counts,
             scale=scale,
@@ -312,14 +315,7 @@ def _check(queries: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, valu
         raise ValueError("queries, cache and block table are to be contiguous")
 
 
-def _units(table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Block tables of units ``[b, pages, groups]`` from those of slots."""
-    return table.index_select(0, slots.flatten()).view(*slots.shape, table.shape[1])
-
-
-def _blocks(counts: tuple[int, ...], tokens: int):
-    import numpy as np
-
+def _blocks(counts: tuple[int, ...], tokens: int) -> NDArray[np.int32]:
     parts = [
         np.stack([np.full(-(-count // tokens), place), np.arange(0, count, tokens)], axis=1)
         for place, count in enumerate(counts)

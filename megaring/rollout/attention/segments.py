@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megaring.rollout.layout import PAGE
+from megaring.rollout.pages import Pages
 from megaring.rollout.uploads import upload
 
 
@@ -59,6 +60,10 @@ class Singles:
     lengths: torch.Tensor
     ends: torch.Tensor
 
+    def units(self, pages: Pages, layer: int, groups: range) -> torch.Tensor:
+        """Block tables of a layer, int32 ``[b, pages, groups]``."""
+        return pages.device_units(layer, groups, self.slots)
+
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
@@ -69,6 +74,10 @@ class Chunks:
     slots: torch.Tensor
     segments: torch.Tensor
     counts: tuple[int, ...]
+
+    def units(self, pages: Pages, layer: int, groups: range) -> torch.Tensor:
+        """Block tables of a layer, int32 ``[s, pages, groups]``."""
+        return pages.device_units(layer, groups, self.slots)
 
 
 class Segments:

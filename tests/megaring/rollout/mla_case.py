@@ -57,7 +57,8 @@ class PlainAttention(nn.Module):
 def make_mla_model(ranks: int, kind: dict, dtype: torch.dtype = torch.float64) -> GPTModel:
     """This rank's part of a model with one dense layer and two of experts, one of them shared."""
     logging.disable(logging.INFO)
-    parallel.start(ParallelConfig(tensor_model_parallel_size=ranks, expert_model_parallel_size=ranks), seed=0)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel.start(ParallelConfig(tensor_model_parallel_size=ranks, expert_model_parallel_size=ranks), seed=0)
     config = MLATransformerConfig(
         num_layers=LAYERS,
         hidden_size=32,
