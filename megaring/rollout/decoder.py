@@ -20,7 +20,7 @@ from megaring.rollout.ranks import Ranks
 class Decoder:
     """A ``GPTModel`` over ``ranks``. ``layers`` are its layers in order.
 
-    ``stacked``: whether experts run as grouped products over stacked weights, by default on a GPU.
+    ``stacked``: whether experts run as grouped products over stacked weights, by default on a GPU in bf16.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class Decoder:
         if not 1 <= self.vocab_size <= model.vocab_size:
             raise ValueError(f"vocab_size is {vocab_size}; the model's embedding has {model.vocab_size} rows")
         # A product over a stack takes the place of a loop over experts, with its launches and its wait for counts.
-        stacked = self.device.type == "cuda" if stacked is None else stacked
+        # In other types torch's grouped product is such a loop itself.
+        if stacked is None:
+            stacked = self.device.type == "cuda" and self.dtype == torch.bfloat16
         self._stacks = {id(layer.mlp): self._stack(layer.mlp) for layer in self.layers if stacked and _routed(layer)}
 
     @property

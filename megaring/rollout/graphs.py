@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
+from megaring.rollout.attention.gqa import EFFECTIVE
 from megaring.rollout.attention.segments import Segments, Singles
 from megaring.rollout.layout import PAGE, Layout
 from megaring.rollout.ledger import Ledger
 from megaring.rollout.pages import Pages
+from megaring.rollout.projections import REPLICATED
 from megaring.rollout.rotary import Rotary, Rotation
 from megaring.rollout.step import StepPlan
 from megaring.rollout.switch import Switch
@@ -28,6 +31,7 @@ from megaring.rollout.uploads import upload
 BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))  # rows of a captured step
 _LEAST_PAGES = 16  # columns of the block tables; from here on powers of two
 _MOST_GRAPHS = 96
+_REBUILT = (REPLICATED, EFFECTIVE)  # buffers that come and go with layouts, always in the same place
 _log = logging.getLogger(__name__)
 
 Run = Callable[[], torch.Tensor]
@@ -134,7 +138,8 @@ class DecodeGraphs:
         capture: Capture | None = None,
     ) -> None:
         self._pages, self._rotation, self._dtype, self._forward = pages, rotation, dtype, forward
-        self._capture = capture or _CudaCapture()
+        self._given, self._capture = capture, capture or _CudaCapture()
+        self._places: list[int] = []
         self._graphs: OrderedDict[tuple, tuple[Buffers, Callable[[], None], torch.Tensor]] = OrderedDict()
         self._broken: str | None = None
         self.captured = 0
@@ -179,6 +184,15 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop all graphs: memory that they point into goes away."""
         self._graphs.clear()
+        self._capture = self._given or _CudaCapture()  # a pool that has lost its last graph takes no other one
+
+    def follow(self, model: nn.Module) -> None:
+        """The weights have been written. Graphs read them where they were, so they go if any of them has moved."""
+        kept = [each for name, each in model.named_buffers() if name.rpartition(".")[2] not in _REBUILT]
+        places = [each.data_ptr() for each in (*model.parameters(), *kept)]
+        if self._places and places != self._places:
+            self.forget()
+        self._places = places
 
     def _make(self, key: tuple, buffers: Buffers, layout: Layout) -> tuple | None:
         def run() -> torch.Tensor:

@@ -21,7 +21,6 @@ from megaring.rollout.arena import Arena
 from megaring.rollout.attention.gqa import Gqa
 from megaring.rollout.attention.layouts import FORWARD, Layer
 from megaring.rollout.attention.mla import Mla
-from megaring.rollout.attention.paged_gpu import DTYPES
 from megaring.rollout.batch import Batch
 from megaring.rollout.checks import check_plan
 from megaring.rollout.decoder import Decoder
@@ -46,7 +45,7 @@ class Runner:
     that a switch leaves alone. ``layout``: to begin with. ``vocab_size``: columns of the logits, if the embedding is
     padded. ``weight_version``: of the weights in the model, whose projections move into the arena: from now on change
     parameters in place, then call ``refit``. ``graphs``: whether decode steps replay CUDA graphs, by default on one
-    rank with a GPU; elsewhere they cannot.
+    rank with a GPU in bf16; elsewhere they cannot.
     """
 
     def __init__(
@@ -115,6 +114,8 @@ class Runner:
             for layer in range(self.shape.layers):
                 self.projections.gather(layer, self.ranks)
                 self.projections.expose(layer)
+        if self._graphs is not None:
+            self._graphs.follow(self.decoder.model)
         self.weight_version = version
 
     def sleep(self) -> None:
@@ -299,11 +300,12 @@ class Runner:
 
     def _decode_graphs(self, wanted: bool | None) -> DecodeGraphs | None:
         device, dtype = self.decoder.device, self.decoder.dtype
-        able = device.type == "cuda" and self.ranks.size == 1 and dtype in DTYPES
+        # torch's grouped product waits for the host in other types.
+        able = device.type == "cuda" and self.ranks.size == 1 and dtype == torch.bfloat16
         if wanted and not able:
             raise ValueError(
-                f"CUDA graphs are for one rank with a GPU, in bf16, fp16 or fp32; this is {self.ranks.size} ranks on "
-                f"{device.type} in {str(dtype).removeprefix('torch.')}. Leave them out"
+                f"CUDA graphs are for one rank with a GPU in bf16; this is {self.ranks.size} ranks on {device.type} in "
+                f"{str(dtype).removeprefix('torch.')}. Leave them out"
             )
         if not able or wanted is False:
             return None

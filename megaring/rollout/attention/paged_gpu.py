@@ -22,6 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = 1.4426950408889634
 _CHUNK_LANES = 128  # query rows (tokens x heads) of a program, 64 where results are wide
 _PIECES = 32  # partial results that the combine reads at once
+_LEAST_BLOCK_ROWS = 32  # whose ends a program looks through; every other power of two above is another kernel
 _MOST_ROWS = 4096  # of a decode batch; every program reads all their lengths
 
 
@@ -176,7 +177,7 @@ def decode(
         MAIN=value_width,
         REST=width - value_width,
         PAGE=PAGE,
-        BLOCK_ROWS=_power(rows),
+        BLOCK_ROWS=max(_LEAST_BLOCK_ROWS, _power(rows)),
         BLOCK_HEADS=tiling.heads,
         BLOCK_MAIN=block_main,
         BLOCK_REST=max(16, _power(width - value_width)),

@@ -7,8 +7,25 @@ where there is one plane, the main part of the keys. Everything is added up in f
 
 from __future__ import annotations
 
+import inspect
+
 import triton
 import triton.language as tl
+
+# Sizes of a batch, and arrays of small integers: Triton would otherwise compile a kernel anew where one of them happens
+# to be 1 or to divide by 16.
+_SIZES = ("rows", "pages", "ranges", "shard", "shards")
+_LISTS = ("table", "lengths", "ends", "blocks", "segments", "sources", "units", "offsets")
+
+
+def _jit(function):
+    """``triton.jit``, compiled once for all batches."""
+    names = inspect.signature(function).parameters
+    return triton.jit(
+        function,
+        do_not_specialize=[each for each in _SIZES if each in names],
+        do_not_specialize_on_alignment=[each for each in _LISTS if each in names],
+    )
 
 
 @triton.jit
@@ -92,7 +109,7 @@ def _accumulate(
     return acc, top, total
 
 
-@triton.jit
+@_jit
 def decode_kernel(
     partial,
     partial_lse,
@@ -199,7 +216,7 @@ def decode_kernel(
         tl.store(partial_lse + target, top + tl.log2(total), mask=some)
 
 
-@triton.jit
+@_jit
 def combine_kernel(
     out,
     lse,
@@ -253,7 +270,7 @@ def combine_kernel(
     tl.store(lse + target, found, mask=part == 0)
 
 
-@triton.jit
+@_jit
 def chunk_kernel(
     out,
     lse,
@@ -353,7 +370,7 @@ def chunk_kernel(
     tl.store(lse + target, found, mask=held)
 
 
-@triton.jit
+@_jit
 def append_kernel(
     cache,
     entries,

@@ -188,7 +188,7 @@ def test_sleep_drops_graphs(pool):
 
 def wanted_on_a_cpu(rank, world_size):
     model = make_model(1, MODEL, 3, torch.float32)
-    with pytest.raises(ValueError, match=r"graphs are for one rank with a GPU.*this is 1 ranks on cpu in float32"):
+    with pytest.raises(ValueError, match=r"one rank with a GPU in bf16; this is 1 ranks on cpu in float32"):
         Runner(model, Ranks.single(), memory=1 << 21, layout=LAYOUTS["TP"], graphs=True)
     parallel.stop()
 
@@ -226,3 +226,32 @@ def test_buckets_waste_little():
     assert list(BUCKETS) == sorted(set(BUCKETS))
     assert BUCKETS[-1] == 256
     assert all(after - before <= max(8, before // 4) for before, after in itertools.pairwise(BUCKETS))
+
+
+def refitted(rank, world_size):
+    """Weights written in place are used by the graph that there is; one that was replaced has it captured again."""
+    with pytest.MonkeyPatch.context() as patch:
+        runner = make(MODEL)
+        graphs = gpu_way(runner, patch, again)
+        norm, captured, found = runner.decoder.model.decoder.final_layernorm.weight, [], []
+        for version, change in enumerate((lambda: None, lambda: norm.data.mul_(2.0), lambda: norm.data.clone() * 2.0)):
+            with torch.no_grad():
+                changed = change()
+            if version == 2:
+                norm.data = changed
+            runner.refit(version)
+            for step in range(2):
+                plan = StepPlan(step, "TP", (chunk(1, step, 1),), weight_version=version)
+                found.append(runner.step(plan).logits)
+            runner.step(StepPlan(2, "TP", release=(1,), weight_version=version))
+            captured.append(graphs.captured)
+    parallel.stop()
+    return captured, found
+
+
+def test_graphs_follow_a_refit(pool):
+    ((captured, found),) = pool.run(1, refitted)
+    assert captured == [1, 1, 2]
+    for step in range(2):
+        for times in (1, 2):  # the last norm scales the logits
+            torch.testing.assert_close(found[2 * times + step], found[step] * 2**times, rtol=1e-5, atol=1e-6)
