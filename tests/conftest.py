@@ -7,7 +7,7 @@ import pytest
 from distributed_pool import Pool
 
 # Imported once for all workers, but only where a test module in this run has imported it anyway.
-HEAVY_MODULES = ("megatron.core", "megaring.megatron.step")
+HEAVY_MODULES = ("buddyring.search", "megatron.core", "megaring.megatron.step", "megaring.megatron.pretrain")
 
 
 @pytest.fixture(scope="session")

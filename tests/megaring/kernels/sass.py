@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -15,6 +16,7 @@ def disassemble(cubin: bytes, folder: Path) -> list[str]:
     return [match[1].strip() for match in re.finditer(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", _text(cubin, folder))]
 
 
+@functools.lru_cache(maxsize=1)  # a test reads one cubin several times
 def _text(cubin: bytes, folder: Path) -> str:
     spec = importlib.util.find_spec("triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/nvdisasm" if spec and spec.origin else None

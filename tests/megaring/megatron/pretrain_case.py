@@ -7,6 +7,9 @@ import numpy as np
 
 from megaring.data.indexed import IndexedWriter
 from megaring.data.record import CorpusRecord, record_path
+from megaring.megatron.pretrain import pretrain
+from megaring.preflight import preflight
+from megaring.recipe import parse
 
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),
@@ -32,10 +35,6 @@ def train(rank, world_size, argv):
     """Run ``pretrain`` with ``argv`` on this process of the pool."""
     # The pool's workers are daemons, which may not start the processes that write checkpoints.
     multiprocessing.current_process()._config["daemon"] = False
-    from megaring.megatron.pretrain import pretrain
-    from megaring.preflight import preflight
-    from megaring.recipe import parse
-
     pretrain(preflight(parse([*MODEL, *argv]), world_size))
 
 
